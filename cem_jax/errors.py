@@ -1,4 +1,4 @@
-"""The one exception that means: the user's input is at fault."""
+"""Exceptions that the command line reports as plain lines, without a traceback."""
 
 
 class UserError(Exception):
@@ -12,3 +12,10 @@ class UserError(Exception):
             raise ValueError("UserError needs at least one message")
         super().__init__("\n".join(messages))
         self.messages = messages
+
+
+class RunFailed(Exception):
+    """A run that cannot go on though the user's input is sound, such as one that diverged.
+
+    The command line prints it as `cem: error: …` and exits with status 1.
+    """

@@ -1,0 +1,112 @@
+"""Running a configuration file: `file.py` or `file.py:argument` to a nested dict of raw values."""
+
+import contextlib
+import importlib
+import inspect
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+
+from cem_jax.errors import UserError
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """What `get_config()` in the file returns. Raises UserError naming the file, and the line
+    where there is one, when the file is missing, fails, or returns no ConfigDict.
+
+    The file may import its neighbours by name, and the shipped configurations as
+    `from configs import base`, whatever the working directory is.
+    """
+    file, argument = _split_argument(path)
+    if file.is_dir():
+        raise UserError(f"{file}: a directory; a configuration is a Python file")
+    if file.suffix != ".py":
+        raise UserError(f"{file}: not a Python file; a configuration is one ending in .py")
+    try:
+        source = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror or error}") from None
+    with _importable(file.resolve().parent):
+        try:
+            return _run(file, source, argument)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UserError(_located(error, file)) from None
+
+
+def _split_argument(path: str) -> tuple[Path, list[str]]:
+    if not Path(path).exists() and ".py:" in path:
+        stem, _, argument = path.partition(".py:")
+        return Path(stem + ".py"), [argument]
+    return Path(path), []
+
+
+def _run(file: Path, source: bytes, argument: list[str]) -> dict[str, Any]:
+    module = types.ModuleType("cem_jax_user_config")
+    module.__file__ = str(file)
+    exec(compile(source, str(file), "exec", dont_inherit=True), module.__dict__)
+    get_config = getattr(module, "get_config", None)
+    if not callable(get_config):
+        raise UserError(f"{file}: defines no function get_config()")
+    try:
+        inspect.signature(get_config).bind(*argument)
+    except TypeError:
+        if argument:
+            raise UserError(
+                f"{file}: get_config() takes no argument, but {argument[0]!r} was given"
+            ) from None
+        raise UserError(f"{file}: get_config() needs an argument: {file}:ARGUMENT") from None
+    config = get_config(*argument)
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise UserError(
+            f"{file}: get_config() must return a ml_collections.ConfigDict, "
+            f"not {type(config).__name__}"
+        )
+    return config.to_dict()
+
+
+def _located(error: BaseException, file: Path) -> str:
+    """`file:line: what happened`, at the last line of the user's own code that was involved."""
+    what = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(file)]
+    return f"{file}:{lines[-1]}: {what}" if lines else f"{file}: {what}"
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let code in `folder` import its neighbours and `configs`, and forget them afterwards.
+
+    `configs` is a namespace package: every folder of that name above the file, and the one beside
+    the installed package, make up one.
+    """
+    above = [f for f in (folder, *folder.parents, _CHECKOUT) if (f / "configs").is_dir()]
+    path_before, modules_before = list(sys.path), dict(sys.modules)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "configs"]:
+        del sys.modules[name]
+    sys.path[:0] = dict.fromkeys(map(str, (folder, *above)))
+    importlib.invalidate_caches()  # the files may be newer than the finder's listing
+    try:
+        yield
+    finally:
+        sys.path[:] = path_before
+        for name, module in list(sys.modules.items()):
+            if name not in modules_before and _belongs(name, module, folder):
+                del sys.modules[name]
+        sys.modules.update({n: m for n, m in modules_before.items() if n not in sys.modules})
+
+
+def _belongs(name: str, module: Any, folder: Path) -> bool:
+    origin = getattr(module, "__file__", None)
+    beside = origin is not None and Path(origin).parent == folder
+    return beside or name.partition(".")[0] == "configs"

@@ -1,0 +1,231 @@
+"""Values of configuration fields: what a field's type allows, and how a flag's text becomes one.
+
+The types understood are those of `cem_jax.config`: bool, int, float, str, `Literal` of strings,
+`X | None`, `tuple[X, ...]` and tuples of fixed length, each optionally `Annotated` with a `Range`.
+This module knows nothing of the fields themselves and imports nothing heavy.
+"""
+
+import math
+import numbers
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+_LARGEST_INTEGER = 2**63 - 1
+_FLAG = "--config."
+_TRUE = ("true", "1")
+_FALSE = ("false", "0")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`; `above` and `below` exclude the end they name."""
+
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        return (
+            (self.low is None or value >= self.low)
+            and (self.high is None or value <= self.high)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        parts = (
+            (self.low, "at least"),
+            (self.above, "greater than"),
+            (self.high, "at most"),
+            (self.below, "less than"),
+        )
+        return " and ".join(f"{words} {end:,}" for end, words in parts if end is not None)
+
+
+def describe(annotation: Any) -> str:
+    """The type in a user's words: `an integer or None`."""
+    inner, optional = _strip(annotation)
+    if get_origin(inner) is Literal:
+        words = "one of " + ", ".join(get_args(inner))
+    elif get_origin(inner) is tuple:
+        words = _describe_tuple(inner)
+    else:
+        words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[
+            inner
+        ]
+    return words + " or None" if optional else words
+
+
+def coerce(value: Any, annotation: Any) -> Any:
+    """`value` as the field's type; the only conversions are int to float and list to tuple.
+
+    Raises ValueError with the reason, which does not name the field.
+    """
+    inner, optional = _strip(annotation)
+    if value is None:
+        if optional:
+            return None
+        raise ValueError(f"expected {describe(annotation)}, got None")
+    if get_origin(inner) is tuple:
+        return _coerce_tuple(value, inner, annotation)
+    if get_origin(inner) is Literal:
+        return _coerce_choice(value, get_args(inner))
+    if not _has_type(value, inner):
+        raise ValueError(
+            f"expected {describe(annotation)}, got {value!r} (of type {type(value).__name__})"
+        )
+    value = inner(value)  # NumPy scalars become plain Python, an int becomes a float
+    if inner is float and not math.isfinite(value):
+        raise ValueError(f"expected a finite number, got {value}")
+    if inner is int and abs(value) > _LARGEST_INTEGER:
+        raise ValueError(f"{value} does not fit in 64 bits")
+    for limits in _ranges(annotation):
+        if not limits.holds(value):
+            raise ValueError(f"{value:,} is out of range: must be {limits}")
+    return value
+
+
+def parse(text: str, annotation: Any) -> Any:
+    """The value that `text`, from the command line, stands for.
+
+    Integers may be written 1_000 or 1e9, booleans true, false, 1 or 0, tuples `1,2`, `(1,2)` or
+    `[1,2]`, and an optional field's absence None. Raises ValueError with the reason.
+    """
+    inner, optional = _strip(annotation)
+    stripped = text.strip()
+    if optional and stripped in ("None", "none", "null"):
+        return None
+    if inner is str or get_origin(inner) is Literal:
+        return coerce(text, annotation)
+    if get_origin(inner) is tuple:
+        return coerce(_parse_tuple(stripped, inner, annotation), annotation)
+    parser = {bool: _parse_bool, int: _parse_int, float: float}[inner]
+    try:
+        value = parser(stripped)
+    except ValueError:
+        raise ValueError(f"expected {describe(annotation)}, got {text!r}") from None
+    return coerce(value, annotation)
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], list[str]]:
+    """Separate `--config.a.b=value` and `--config.a.b value` from a command's other arguments.
+
+    Returns the other arguments, the (dotted name, text) pairs in order, and problems.
+    """
+    rest: list[str] = []
+    pairs: list[tuple[str, str]] = []
+    problems: list[str] = []
+    queue = list(arguments)
+    while queue:
+        argument = queue.pop(0)
+        bare, _, _ = argument.partition("=")
+        if bare.startswith("config."):
+            problems.append(f"{argument}: overrides start with two dashes: --{argument}")
+        elif not argument.startswith(_FLAG):
+            rest.append(argument)
+        elif "=" in argument:
+            name, _, text = argument[len(_FLAG) :].partition("=")
+            pairs.append((name, text))
+        elif queue and not queue[0].startswith("--"):
+            pairs.append((argument[len(_FLAG) :], queue.pop(0)))
+        else:
+            problems.append(f"{argument}: needs a value: {argument}=VALUE")
+    return rest, pairs, problems
+
+
+def _strip(annotation: Any) -> tuple[Any, bool]:
+    """(the bare type, whether None is allowed too)."""
+    if get_origin(annotation) is Annotated:
+        return _strip(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [m for m in get_args(annotation) if m is not types.NoneType]
+        (inner,) = members
+        return _strip(inner)[0], True
+    return annotation, False
+
+
+def _ranges(annotation: Any) -> list[Range]:
+    """The ranges that stand anywhere around the bare type."""
+    if get_origin(annotation) is Annotated:
+        first, *notes = get_args(annotation)
+        return [n for n in notes if isinstance(n, Range)] + _ranges(first)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [r for member in get_args(annotation) for r in _ranges(member)]
+    return []
+
+
+def _has_type(value: Any, inner: type) -> bool:
+    if inner is bool or isinstance(value, bool):
+        return inner is bool and isinstance(value, bool)
+    if inner is int:
+        return isinstance(value, numbers.Integral)
+    if inner is float:
+        return isinstance(value, numbers.Real)
+    return isinstance(value, inner)
+
+
+def _coerce_choice(value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ValueError(f"expected one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def _describe_tuple(inner: Any) -> str:
+    members = get_args(inner)
+    plural = {int: "integers", float: "numbers", str: "strings"}[_strip(members[0])[0]]
+    if members[-1] is Ellipsis:
+        return f"a sequence of {plural}"
+    return f"{len(members)} {plural}"
+
+
+def _coerce_tuple(value: Any, inner: Any, annotation: Any) -> tuple:
+    if not isinstance(value, tuple | list):
+        raise ValueError(
+            f"expected {describe(annotation)}, got {value!r} (of type {type(value).__name__})"
+        )
+    members = get_args(inner)
+    if members[-1] is Ellipsis:
+        members = (members[0],) * len(value)
+    if len(value) != len(members):
+        raise ValueError(f"expected {describe(annotation)}, got {len(value)} of them")
+    return tuple(coerce(item, member) for item, member in zip(value, members, strict=True))
+
+
+def _parse_tuple(stripped: str, inner: Any, annotation: Any) -> list:
+    for opening, closing in ("()", "[]"):
+        if stripped.startswith(opening) != stripped.endswith(closing):
+            raise ValueError(f"expected {describe(annotation)}, got {stripped!r}")
+        if stripped.startswith(opening):
+            stripped = stripped[1:-1].strip()
+            break
+    items = [item.strip().strip("'\"") for item in stripped.split(",")]
+    if items[-1] == "":  # nothing at all, or a trailing comma as in (1,)
+        items.pop()
+    members = get_args(inner)
+    kinds = [members[min(i, len(members) - 1)] for i in range(len(items))]
+    if members[-1] is Ellipsis:
+        kinds = [members[0]] * len(items)
+    return [parse(item, kind) for item, kind in zip(items, kinds, strict=True)]
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise ValueError
+
+
+def _parse_int(text: str) -> int:
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        raise ValueError from None
+    # The exponent is looked at first: 1e999999999 as an integer would not fit in memory.
+    if not number.is_finite() or number.adjusted() > 19 or number != number.to_integral_value():
+        raise ValueError
+    return int(number)
