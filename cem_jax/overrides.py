@@ -122,10 +122,7 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, st
     queue = list(arguments)
     while queue:
         argument = queue.pop(0)
-        bare, _, _ = argument.partition("=")
-        if bare.startswith("config."):
-            problems.append(f"{argument}: overrides start with two dashes: --{argument}")
-        elif not argument.startswith(_FLAG):
+        if not argument.startswith(_FLAG):
             rest.append(argument)
         elif "=" in argument:
             name, _, text = argument[len(_FLAG) :].partition("=")
