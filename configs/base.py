@@ -116,3 +116,11 @@ def get_config() -> ml_collections.ConfigDict:
     g.tensorboard = True
     g.compile_cache = config_dict.placeholder(str)  # directory; None: ~/.cache/cem_jax/compile
     return c
+
+
+def llama_parameters(c: ml_collections.ConfigDict) -> int:
+    """Parameters of a Llama with the sizes in `c`: untied embeddings, 4D² + 3DM a layer, norms."""
+    d, layers, hidden = c.model.dim, c.model.layers, c.model.mlp.dim
+    matrices = 4 * d * d + 3 * d * hidden
+    norms = 2 * d
+    return 2 * c.model.vocab_size * d + layers * (matrices + norms) + d

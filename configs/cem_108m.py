@@ -1,0 +1,37 @@
+"""Full CEM at the size of the 108M Llama (83,909,424 parameters here), T = 2 in both sublayers.
+
+    cem train --config configs/cem_108m.py --config.data.path=DATASET --workdir runs/cem_108m
+
+Diagonal shared by the heads, self bias, per-head P of rank 4 in attention, P of rank 16 in the MLP.
+DATASET is a directory written by `cem prepare`; the paper's is SlimPajama with Llama's tokenizer.
+8,244 steps of 128 sequences of 2048 tokens: 20 for each parameter of the Llama twin.
+"""
+
+import ml_collections
+
+from configs import base, llama_108m
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = base.get_config()
+    c.model.dim = 672
+    c.model.layers = 12
+
+    c.model.attention.kind = "cem"
+    c.model.attention.heads = 12
+    c.model.attention.steps = 2
+    c.model.attention.diagonal = "shared"
+    c.model.attention.position = "alibi"
+    c.model.attention.self_bias = True
+    c.model.attention.preconditioner = "diagonal_low_rank"
+    c.model.attention.preconditioner_rank = 4
+
+    c.model.mlp.kind = "cem"
+    c.model.mlp.dim = 1792
+    c.model.mlp.steps = 2
+    c.model.mlp.preconditioner = "diagonal_low_rank"
+    c.model.mlp.preconditioner_rank = 16
+
+    c.train.tokens = 20 * base.llama_parameters(llama_108m.get_config())
+    c.train.microbatch = 32  # four to an update, as in Table 2
+    return c

@@ -1,0 +1,31 @@
+"""Llama baseline of 162M parameters (162,813,024): Table 1, trained as in Table 2.
+
+    cem train --config configs/llama_162m.py --config.data.path=DATASET --workdir runs/llama_162m
+
+DATASET is a directory written by `cem prepare`; the paper's is SlimPajama with Llama's tokenizer.
+12,422 steps of 128 sequences of 2048 tokens: 20 tokens a parameter.
+The paper reports about 8 × 18 A100-hours for its models of this size.
+"""
+
+import ml_collections
+
+from configs import base
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = base.get_config()
+    c.model.dim = 864
+    c.model.layers = 12
+
+    c.model.attention.kind = "llama"
+    c.model.attention.heads = 12
+    c.model.attention.steps = 1
+    c.model.attention.position = "rope"
+
+    c.model.mlp.kind = "gated"
+    c.model.mlp.dim = 2304
+    c.model.mlp.steps = 1
+
+    c.train.tokens = 20 * base.llama_parameters(c)
+    c.train.microbatch = 32  # four to an update, as in Table 2
+    return c
