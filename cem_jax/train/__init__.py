@@ -1,0 +1,1 @@
+"""Training: step, optimizer, loop, checkpoints and metrics."""

@@ -1,0 +1,367 @@
+"""Checkpoints of a run: asynchronous saves, retention, and restores that survive damage.
+
+A checkpoint is one directory `<directory>/<step>/`, written by Orbax under another name and
+renamed when complete:
+
+    state/             the arrays, as a nested dict of string keys (OCDBT, zstd)
+    info/metadata      JSON: step, metric, every array's dtype and shape, the caller's `extra`
+    checksums.sha256   every file's SHA-256, written last
+
+Only directories with a checksum list count as checkpoints. The newest `keep` are kept, and the one
+with the lowest metric beside them; nothing is removed before the save that replaces it is complete.
+"""
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from cem_jax.errors import RunFailed, UserError
+from cem_jax.train.integrity import find_damage, is_whole, write_checksums
+from cem_jax.train.naming import as_array, describe, differences, named_leaves, nested, placed
+
+_INFO_FILE = "info/metadata"
+_NAME = re.compile(r"(\d+)(\.replaced)?")  # .replaced: set aside while its step is saved again
+_LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)")
+
+
+def _warn(line: str) -> None:
+    print(f"cem: warning: {line}", file=sys.stderr, flush=True)
+
+
+class Checkpointer:
+    """The checkpoints of one run, below `directory` (a local path or an etils URL).
+
+    With several processes each of them makes the same calls; the first one writes and removes.
+
+    Args:
+      keep: how many of the newest checkpoints stay, at least 1.
+      keep_best: whether the one with the lowest metric stays as well.
+      report: called with one plain line for each thing worth telling (default: stderr).
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        keep: int,
+        keep_best: bool,
+        report: Callable[[str], None] = _warn,
+    ):
+        if keep < 1:
+            raise UserError(f"checkpoint.keep must be at least 1, not {keep}")
+        text = os.fspath(directory)
+        self.directory = epath.Path(text if "://" in text else os.path.abspath(text))
+        self._keep, self._keep_best, self._report = keep, keep_best, report
+        self._reported: set[str] = set()
+        self._damaged: dict[int, str] = {}  # step -> what is wrong with it
+        self._metrics: dict[int, float | None] = {}
+        self._saving: int | None = None  # the step being written in the background
+        self._writes = jax.process_index() == 0
+        self._cleaned = False
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(),
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+        )
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- what there is ----
+
+    def steps(self) -> list[int]:
+        """The steps that have a complete checkpoint, not known to be damaged, in order."""
+        return sorted(set(self._paths()) - set(self._damaged))
+
+    def latest_step(self) -> int | None:
+        """The newest of `steps()`, None without any."""
+        return max(self.steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The step with the lowest finite metric (the newest of equals), None without any."""
+        return self._best(self.steps())
+
+    # ---- saving ----
+
+    def save(
+        self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None
+    ) -> None:
+        """Start to save `state`; returns as soon as it may change or be donated.
+
+        Args:
+          state: a tree of arrays (Python numbers become 0-d arrays) whose leaves have names.
+          extra: anything JSON can hold.
+          metric: the validation loss, lower is better; None, NaN and infinities never win.
+
+        Raises:
+          RunFailed: this or the previous save could not be written.
+        """
+        self.wait()
+        arrays = {name: as_array(name, leaf) for name, leaf in named_leaves(state).items()}
+        info = {
+            "step": int(step),
+            "metric": _finite(metric),
+            "arrays": {name: describe(array) for name, array in arrays.items()},
+            "extra": json.loads(json.dumps(dict(extra), allow_nan=False)),
+        }
+        # Orbax refuses arrays without elements: their description says all there is to know.
+        stored = nested({name: array for name, array in arrays.items() if array.size})
+        try:
+            self._make_room(step)
+            self._saving = step
+            self._orbax.save(
+                self.directory / str(step),
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(stored), info=ocp.args.JsonSave(info)
+                ),
+                force=True,  # an empty or unfinished directory of that name may stand there
+            )
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self._metrics[step] = info["metric"]
+
+    def check(self) -> None:
+        """Raise RunFailed if the save in the background has failed; cheap, never waits."""
+        try:
+            self._orbax.check_for_errors()
+        except Exception as error:
+            raise self._failure(self._saving, error) from error
+
+    def wait(self) -> None:
+        """Wait until the save in the background is complete, then remove what need not stay.
+
+        Raises:
+          RunFailed: the save could not be written.
+        """
+        if self._saving is None:
+            return
+        step = self._saving
+        try:
+            self._orbax.wait_until_finished()
+        except Exception as error:
+            raise self._failure(step, error) from error
+        self._saving = None
+        self._damaged.pop(step, None)
+        self._retain(step)
+
+    def close(self) -> None:
+        """Wait for the last save and release Orbax's threads. Raises RunFailed as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._orbax.close()
+
+    # ---- restoring ----
+
+    def restore(
+        self, step: int | None, abstract_state: Any, *, partial: bool = False
+    ) -> tuple[Any, dict[str, Any], int]:
+        """Read the checkpoint of `step`, or the newest undamaged one for None.
+
+        Args:
+          abstract_state: a tree like the saved one of `jax.ShapeDtypeStruct` or arrays; each
+            array is placed by its leaf's sharding, on the first device where it has none.
+            Leaves are matched by name, so a dict can stand for a tuple with the same fields.
+          partial: whether arrays that only the checkpoint has are left out rather than refused.
+
+        Returns:
+          The state (bit for bit as saved), `extra`, and the step they belong to.
+
+        Raises:
+          UserError: there is no such checkpoint, it is damaged (for None: all are), or its arrays
+            differ from `abstract_state` in names, shapes or dtypes.
+          RunFailed: a save still in the background could not be written.
+        """
+        self.wait()
+        candidates = self._candidates(step)
+        for candidate in candidates:
+            if not self._sound(candidate):
+                continue
+            info = self._read_info(candidate)
+            lines = differences(info["arrays"], abstract_state, partial)
+            if lines:
+                raise UserError(f"checkpoint {candidate} holds another model's state:", *lines)
+            try:
+                state = self._read_state(candidate, abstract_state)
+            except (MemoryError, jax.errors.JaxRuntimeError):
+                raise  # the machine's fault, not the checkpoint's
+            except Exception as error:
+                self._note_damage(candidate, _one_line(error))
+                continue
+            if step is None and candidate != candidates[0]:
+                self._report(f"continuing from checkpoint {candidate} in {self.directory}")
+            return state, info["extra"], candidate
+        raise UserError(*self._damage_lines(candidates))
+
+    def read_extra(self, step: int | None = None) -> dict[str, Any]:
+        """The `extra` of the checkpoint of `step` (None: the newest readable), and no arrays.
+
+        Raises:
+          UserError: there is no such checkpoint or its JSON is damaged.
+        """
+        candidates = self._candidates(step)
+        for candidate in candidates:
+            damage = find_damage(self._paths()[candidate], _INFO_FILE)
+            if damage is None:
+                return self._read_info(candidate)["extra"]
+            self._note_damage(candidate, damage)
+        raise UserError(*self._damage_lines(candidates))
+
+    # ---- inside ----
+
+    def _paths(self) -> dict[int, epath.Path]:
+        """Complete checkpoints by step; tells once of directories that only look like one."""
+        paths: dict[int, epath.Path] = {}
+        if not self.directory.is_dir():
+            return paths
+        for path in sorted(self.directory.iterdir(), key=lambda p: p.name):
+            match = _NAME.fullmatch(path.name)
+            if match and is_whole(path):
+                paths.setdefault(int(match[1]), path)  # "30" sorts before "30.replaced"
+            elif (match or _LEFTOVER.fullmatch(path.name)) and not self._is_own(path):
+                self._report_once(f"{path} is not a complete checkpoint: ignored")
+        return paths
+
+    def _is_own(self, path: epath.Path) -> bool:
+        """Whether `path` belongs to the save now running."""
+        return self._saving is not None and path.name.split(".")[0] == str(self._saving)
+
+    def _candidates(self, step: int | None) -> list[int]:
+        steps = self.steps()
+        if step is None and steps:
+            return steps[::-1]
+        if step is not None and step in self._paths():
+            return [step]
+        known = f"there are: {', '.join(map(str, steps))}" if steps else "there is none at all"
+        wanted = "no complete checkpoint" if step is None else f"no complete checkpoint {step}"
+        raise UserError(f"{wanted} in {self.directory}; {known}", *self._damage_lines(()))
+
+    def _sound(self, step: int) -> bool:
+        damage = find_damage(self._paths()[step])
+        if damage is not None:
+            self._note_damage(step, damage)
+        return damage is None
+
+    def _note_damage(self, step: int, damage: str) -> None:
+        self._damaged[step] = damage
+        self._report_once(f"checkpoint {step} in {self.directory} is damaged: {damage}")
+
+    def _damage_lines(self, steps: Any) -> list[str]:
+        return [
+            f"checkpoint {step} in {self.directory} is damaged: {self._damaged[step]}"
+            for step in steps or sorted(self._damaged)
+        ]
+
+    def _report_once(self, line: str) -> None:
+        if line not in self._reported:
+            self._reported.add(line)
+            self._report(line)
+
+    def _read_info(self, step: int) -> dict[str, Any]:
+        return json.loads((self._paths()[step] / _INFO_FILE).read_text())
+
+    def _read_state(self, step: int, abstract_state: Any) -> Any:
+        leaves = {name: placed(leaf) for name, leaf in named_leaves(abstract_state).items()}
+        wanted = nested({name: leaf for name, leaf in leaves.items() if leaf.size})
+        arguments = ocp.args.PyTreeRestore(
+            wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=True,
+        )
+        restored = self._orbax.restore(
+            self._paths()[step], args=ocp.args.Composite(state=arguments)
+        )
+        arrays = named_leaves(restored["state"])
+        for name, leaf in leaves.items():
+            if not leaf.size:
+                arrays[name] = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        ordered = [arrays[name] for name in leaves]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), ordered)
+
+    def _best(self, steps: Iterable[int]) -> int | None:
+        scored = [(m, -step) for step in steps if (m := self._metric(step)) is not None]
+        return -min(scored)[1] if scored else None
+
+    def _metric(self, step: int) -> float | None:
+        if step not in self._metrics:
+            path = self._paths()[step]
+            damaged = find_damage(path, _INFO_FILE) is not None
+            self._metrics[step] = None if damaged else self._read_info(step)["metric"]
+        return self._metrics[step]
+
+    def _seal(self) -> None:
+        """Orbax calls this in its thread when all files are written, before the rename."""
+        unfinished = self.directory.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+        write_checksums(next(iter(unfinished), self.directory / str(self._saving)))
+
+    def _make_room(self, step: int) -> None:
+        """Clear leftovers of earlier processes; set aside a checkpoint of the same step."""
+        if not self._writes:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self._cleaned:
+            for path in self.directory.iterdir():
+                if _LEFTOVER.fullmatch(path.name):
+                    path.rmtree()
+            self._cleaned = True
+        path = self.directory / str(step)
+        if is_whole(path):
+            aside = self.directory / f"{step}.replaced"
+            if aside.exists():
+                aside.rmtree()
+            path.rename(aside)
+
+    def _retain(self, newest: int) -> None:
+        """Remove what retention lets go, now that `newest` is complete.
+
+        Later steps are what an earlier run left when it went back to a step before them.
+        """
+        if not self._writes:
+            return
+        paths = self._paths()
+        earlier = [step for step in self.steps() if step < newest]
+        kept = {newest, *earlier[::-1][: self._keep - 1]}
+        best = self._best((*earlier, newest)) if self._keep_best else None
+        kept_paths = {paths[step] for step in kept | ({best} - {None})}
+        for path in list(self.directory.iterdir()):
+            match = _NAME.fullmatch(path.name)
+            if match and int(match[1]) in paths and path not in kept_paths:
+                self._remove(path)
+
+    def _remove(self, path: epath.Path) -> None:
+        # Renamed first: a kill amid the removal must not leave half a checkpoint of that name.
+        try:
+            doomed = path.parent / f"{path.name.split('.')[0]}.removed"
+            if doomed.exists():
+                doomed.rmtree()
+            path.rename(doomed)
+            doomed.rmtree()
+        except OSError as error:
+            self._report_once(f"{path} could not be removed: {error}")
+
+    def _failure(self, step: int | None, error: Exception) -> RunFailed:
+        newest = self.latest_step()
+        self._saving = None
+        rest = "no checkpoint is complete" if newest is None else f"the newest complete is {newest}"
+        where = f"checkpoint {step} could not be written to {self.directory}"
+        return RunFailed(f"{where}: {_one_line(error)}; {rest}")
+
+
+def _finite(metric: float | None) -> float | None:
+    return float(metric) if metric is not None and math.isfinite(metric) else None
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    return text if len(text) <= 300 else text[:299] + "…"

@@ -1,0 +1,79 @@
+"""Checksums of a directory's files, so that damage is found before anything reads them.
+
+Orbax finds a truncated or missing file, but not flipped bytes: arrays that do not compress are
+stored raw and restored wrong without a word. So each checkpoint carries a list of its files'
+SHA-256 sums in the format of `sha256sum`; `sha256sum -c checksums.sha256` inside a checkpoint
+checks it by hand. The list is written last, so a directory that has one was written whole.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from etils import epath
+
+LIST_NAME = "checksums.sha256"
+# Orbax's markers: it rewrites them after the list is made, and needs none of them to restore.
+_UNLISTED = {LIST_NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}
+_THREADS = 4  # hashing and reading release the GIL
+
+
+def write_checksums(directory: epath.Path) -> None:
+    """Write the list of every file below `directory` into it."""
+    names = sorted(_files(directory, ""))
+    sums = _digests(directory, names)
+    lines = "".join(f"{sums[name]}  {name}\n" for name in names)
+    (directory / LIST_NAME).write_text(lines)
+
+
+def is_whole(directory: epath.Path) -> bool:
+    """Whether `directory` was written to its end (it may have been damaged since)."""
+    return (directory / LIST_NAME).exists()
+
+
+def find_damage(directory: epath.Path, only: str | None = None) -> str | None:
+    """The first file below `directory` that is missing or altered, in words; None if all is well.
+
+    `only`: check this one file of the list instead of all.
+    """
+    try:
+        lines = (directory / LIST_NAME).read_text().splitlines()
+        expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    except (OSError, ValueError):
+        return f"{LIST_NAME} is missing or unreadable"
+    if not expected or (only is not None and only not in expected):
+        return f"{LIST_NAME} is incomplete"
+    names = [only] if only is not None else list(expected)
+    found = _digests(directory, names)
+    for name in names:
+        if found[name] is None:
+            return f"{name} is missing or unreadable"
+        if found[name] != expected[name]:
+            return f"{name} has been altered or cut short"
+    return None
+
+
+def _files(directory: epath.Path, prefix: str) -> Iterator[str]:
+    for path in directory.iterdir():
+        if path.is_dir():
+            yield from _files(path, f"{prefix}{path.name}/")
+        elif path.name not in _UNLISTED:
+            yield prefix + path.name
+
+
+def _digests(directory: epath.Path, names: Sequence[str]) -> dict[str, str | None]:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(
+            zip(names, pool.map(lambda name: _digest(directory / name), names), strict=True)
+        )
+
+
+def _digest(path: epath.Path) -> str | None:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.hexdigest()
