@@ -15,5 +15,5 @@ if ! "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear "$folder"
 fi
 echo "Installing cem_jax[$extras]${*:+ with $*} into $folder; the first time takes minutes"
-"$folder/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$extras]" "$@"
+"$folder/bin/python" -m pip install -qq --disable-pip-version-check -e ".[$extras]" "$@"
 touch "$folder/installed"

@@ -1,0 +1,264 @@
+"""The command line: flags, exit codes, what goes to which stream. Commands are stand-ins here."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cem_jax import cli
+from cem_jax.config import load_config
+from cem_jax.errors import RunFailed, UserError
+
+BASE = str(Path(__file__).resolve().parent.parent / "configs" / "base.py")
+LIGHT = "import sys, cem_jax.cli; cem_jax.cli.parse_arguments(['verify', '--config', 'x']); "
+HEAVY = "{'jax', 'flax', 'numpy', 'ml_collections', 'orbax', 'grain', 'optax'}"
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Puts a function in the place of every command's `run`."""
+
+    def install(run):
+        for module in cli._RUNS.values():
+            monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=run))
+
+    return install
+
+
+@pytest.fixture
+def inspect(command):
+    """`cem inspect` that loads the configuration and does no more."""
+
+    def run(args):
+        load_config(args.config, args.overrides)
+        return {}
+
+    command(run)
+    return lambda *flags: cli.main(["inspect", *flags])
+
+
+def errors(capsys):
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert all(line.startswith("cem: error: ") for line in lines), err
+    return [line.removeprefix("cem: error: ") for line in lines]
+
+
+def test_help_is_light_and_quick():
+    check = f"heavy = {HEAVY} & set(sys.modules); assert not heavy, heavy"
+    subprocess.run([sys.executable, "-c", LIGHT + check], check=True)
+    seconds = []
+    for _ in range(5):  # the best of several, since other work may share the machine
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "cem_jax", "--help"], check=True, capture_output=True, text=True
+        )
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5
+    for name in cli._RUNS:
+        assert (name in done.stdout) == (name != "demo")
+
+
+def test_version_and_help_exit_with_0(capsys):
+    for flags, words in (
+        (["--version"], "cem_jax "),
+        (["train", "--help"], "--workdir"),
+        (["demo", "--help"], "--workdir"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(flags)
+        assert caught.value.code == 0
+        assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "COMMAND"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["train"], "required: --config, --workdir"),
+        (["train", "--config", BASE], "required: --workdir"),
+        (["train", "--config", BASE, "--workdir", ""], "--workdir: is empty"),
+        (["train", "--conf", BASE, "--workdir", "w"], "required: --config"),
+        (["eval", "--workdir", "w", "x"], "unrecognized argument: x"),
+        (["eval", "--workdir", "w", "--config.seed=1"], "unrecognized argument: --config.seed=1"),
+        (
+            ["eval", "--workdir", "w", "--batch", "0"],
+            "--batch: 0 is out of range: must be at least",
+        ),
+        (["eval", "--workdir", "w", "--attention-steps", "0"], "--attention-steps: 0 is out"),
+        (["eval", "--workdir", "w", "--mlp-steps", "two"], "expected an integer, got 'two'"),
+        (["generate", "--workdir", "w", "--temperature", "-1"], "--temperature: -1.0 is out of"),
+        (["generate", "--workdir", "w", "--temperature", "nan"], "expected a finite number"),
+        (["generate", "--workdir", "w", "--top-p", "0"], "greater than 0 and at most 1"),
+        (["generate", "--workdir", "w", "--top-p", "1.1"], "greater than 0 and at most 1"),
+        (["generate", "--workdir", "w", "--top-k", "0"], "--top-k: 0 is out of range"),
+        (["generate", "--workdir", "w", "--max-tokens", "-1"], "--max-tokens: -1 is out of range"),
+        (["generate", "--workdir", "w", "--prompt", "\udcff"], "--prompt: is not valid UTF-8"),
+        (["tokenizer", "--input", "a", "--output", "b", "--vocab-size", "1"], "1 is out of range"),
+        (["prepare"], "needs --input, --tokenizer, --output (or --check DIR)"),
+        (["prepare", "--check", "d", "--output", "o"], "--check goes without --output"),
+        (["prepare", "--check", "d", "--validation-fraction", "1"], "less than 1"),
+        (["prepare", "--check", "d", "--separator", "pad"], "invalid choice: 'pad'"),
+    ],
+)
+def test_bad_flags(flags, words, command, capsys):
+    command(lambda args: pytest.fail("the command must not run"))
+    assert cli.main(flags) == 2
+    (line,) = errors(capsys)
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["config.train.steps=7"], "an override starts with two dashes: --config.train.steps=7"),
+        (["-config.seed=7"], "an override starts with two dashes: --config.seed=7"),
+        (["--config.model.scan_layers"], "needs a value: --config.model.scan_layers=VALUE"),
+        (["--config.model.scan_layers", "--json"], "--config.model.scan_layers=VALUE"),
+        (["--config.model.scan_layers=yes"], "model.scan_layers: expected true or false"),
+        (["--config.optimizer.lr=1"], "optimizer.lr: no such field"),
+        (["--config.model.attention.heads=7"], "heads: 7 does not divide model.dim 256"),
+        (["--config.train.microbatch=100"], "microbatch: 100 does not divide train.global_batch"),
+        (["--config.seed", "-1"], "seed: -1 is out of range"),
+    ],
+)
+def test_bad_overrides(flags, words, inspect, capsys):
+    assert inspect("--config", BASE, *flags) == 2
+    (line,) = errors(capsys)
+    assert words in line
+
+
+def test_bad_config_files(inspect, tmp_path, capsys):
+    assert inspect("--config", str(tmp_path / "none.py")) == 2
+    assert "No such file" in errors(capsys)[0]
+    broken = tmp_path / "broken.py"
+    broken.write_text("x = (\n")
+    assert inspect("--config", str(broken)) == 2
+    assert "broken.py:1: SyntaxError" in errors(capsys)[0]
+
+
+def test_all_problems_are_told(inspect, capsys):
+    code = inspect("--config", BASE, "--config.seed=x", "--config.model.dim=0", "--config.a=1")
+    assert code == 2
+    assert len(errors(capsys)) == 3
+    assert inspect("--config", BASE, "--config.a", "--jsn", "config.b=1") == 2
+    assert len(errors(capsys)) == 3
+
+
+def test_a_config_file_may_be_called_config(inspect, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.py").write_text(Path(BASE).read_text())
+    assert inspect("--config", "config.py", "--config.train.steps", "7") == 0
+
+
+def test_arguments_reach_the_command(command, capsys):
+    seen = []
+    command(lambda args: seen.append(args) or {})
+    assert cli.main(["train", "--config=c.py", "--workdir", "w", "--config.a.b=1"]) == 0
+    assert cli.main(["generate", "--workdir", "w", "--prompt", "", "--step", "3"]) == 0
+    assert cli.main(["demo"]) == 0
+    train, generate, demo = seen
+    assert (train.config, train.workdir, train.overrides) == ("c.py", "w", [("a.b", "1")])
+    assert (generate.prompt, generate.step, generate.top_k, generate.seed) == ("", 3, None, 0)
+    assert demo.workdir == "runs/demo"
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt"),
+    [(b"", ""), (b"one\n", "one"), (b"one\n\n", "one\n"), ("é ".encode(), "é ")],
+)
+def test_prompt_from_standard_input(given, prompt, monkeypatch, tmp_path):
+    file = tmp_path / "prompt"
+    file.write_bytes(given)
+    with file.open(encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert cli.parse_arguments(["generate", "--workdir", "w"]).prompt == prompt
+
+
+def test_prompt_on_standard_input_must_be_utf8(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "prompt"
+    file.write_bytes(b"\xff")
+    with file.open(encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert cli.main(["generate", "--workdir", "w"]) == 2
+    assert "not valid UTF-8" in errors(capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "lines"),
+    [
+        (UserError("a", "b\nc"), 2, ["a", "b c"]),
+        (RunFailed("the loss is not finite"), 1, ["the loss is not finite"]),
+        (KeyboardInterrupt(), 130, ["interrupted"]),
+    ],
+)
+def test_plain_exits(raised, code, lines, command, capsys):
+    def run(args):
+        raise raised
+
+    command(run)
+    assert cli.main(["demo", "--json"]) == code
+    assert errors(capsys) == lines
+
+
+def test_anything_else_shows_its_traceback(command, capsys):
+    command(lambda args: {}["missing"])
+    assert cli.main(["demo"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_failed_verification(command, capsys):
+    command(lambda args: {"passed": False})
+    assert cli.main(["verify", "--config", BASE, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"passed": False}
+
+
+def test_json_alone_on_standard_output(command, capfd):
+    def run(args):
+        print("from Python")
+        os.write(1, b"from below\n")
+        return {
+            "loss": float("nan"),
+            "error": np.float32(np.inf),
+            "shape": (np.int64(2), 3),
+            "rows": [{"at": Path("w"), "ok": np.bool_(True), "curve": np.ones(2)}],
+        }
+
+    command(run)
+    assert cli.main(["demo", "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {
+        "loss": None,
+        "error": None,
+        "shape": [2, 3],
+        "rows": [{"at": "w", "ok": True, "curve": [1.0, 1.0]}],
+    }
+    assert "from Python" in err
+    assert "from below" in err
+    assert cli.main(["demo"]) == 0
+    assert capfd.readouterr().out == "from Python\nfrom below\n"
+
+
+def test_a_closed_pipe_is_no_traceback():
+    script = (
+        "import sys, types, cem_jax.cli as cli\n"
+        "def run(args):\n  for _ in range(100_000): print('a line of output')\n  return {}\n"
+        "sys.modules['cem_jax.demo'] = types.SimpleNamespace(run=run)\n"
+        "sys.exit(cli.main(['demo']))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 1
