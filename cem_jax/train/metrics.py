@@ -1,0 +1,139 @@
+"""The record of a run: `metrics.jsonl`, one JSON object a line, and TensorBoard beside it.
+
+Every line has `step` and `kind` (train | eval | event). A run that resumes at step s drops what
+was written about later steps, so that each step stands once however often the run was killed.
+NaN and infinities become null: a line is valid JSON for every reader.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from cem_jax.errors import UserError
+
+FILE_NAME = "metrics.jsonl"
+KINDS = ("train", "eval", "event")
+
+
+class MetricsWriter:
+    """Appends to the record of the run in `workdir`. One process of a run may hold one.
+
+    Args:
+      workdir: the run directory; made if it is missing.
+      tensorboard: whether to write TensorBoard events into `<workdir>/tensorboard` as well.
+      resume_step: the step of the restored checkpoint; lines about later steps are removed.
+        0: a run from the start, nothing is kept.
+
+    Raises:
+      UserError: the existing `metrics.jsonl` holds a line that is no metrics line.
+    """
+
+    def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool, resume_step: int):
+        folder = Path(workdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE_NAME
+        _rewind(self.path, resume_step)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (held until close)
+        self._board = _open_board(folder / "tensorboard", resume_step) if tensorboard else None
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append one line and hand it to the operating system.
+
+        Args:
+          kind: "train", "eval" or "event".
+          step: updates done so far.
+          values: numbers (0-d arrays too), strings, None, or lists and dicts of them.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
+        line = {"step": int(step), "kind": kind} | {k: _plain(v) for k, v in values.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            group = f"{kind}/{line['split']}" if "split" in line else kind
+            for name, value in line.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(f"{group}/{name}", value, step)
+            if kind != "train":
+                self._board.flush()
+
+    def close(self) -> None:
+        """Close the files; more than once does no harm."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The lines of `path` (a `metrics.jsonl` or a run directory) as dicts, in order.
+
+    A last line without its end, left by a run killed while writing it, is left out.
+
+    Raises:
+      UserError: the file is missing, or a line is no metrics line (named by its number).
+    """
+    file = Path(path)
+    file = file / FILE_NAME if file.is_dir() else file
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    lines = content.split(b"\n")[:-1]  # what follows the last newline was never finished
+    return [_parse(file, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _parse(file: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if isinstance(record, dict) and type(record["step"]) is int and record["kind"] in KINDS:
+            return record
+    except (ValueError, KeyError):
+        pass
+    raise UserError(f"{file}, line {number}: not a metrics line (an object with step and kind)")
+
+
+def _rewind(path: Path, step: int) -> None:
+    """Keep the whole lines up to `step`; all or nothing, even if killed here."""
+    if not path.exists():
+        return
+    kept = [line for line in read_metrics(path) if line["step"] <= step] if step > 0 else []
+    scratch = path.with_name(path.name + ".tmp")
+    with open(scratch, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def _plain(value: Any) -> Any:
+    """`value` as what JSON can hold; NaN and infinities as None."""
+    if hasattr(value, "item"):  # a 0-d array or NumPy scalar
+        value = value.item()
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise TypeError(f"a metric must be numbers or text, not {type(value).__name__}")
+
+
+def _open_board(folder: Path, resume_step: int) -> Any:
+    from tensorboardX import SummaryWriter  # slow to import, and often not wanted
+
+    return SummaryWriter(str(folder), purge_step=resume_step + 1)

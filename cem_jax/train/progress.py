@@ -1,0 +1,201 @@
+"""How fast a run goes and how long it will take: measured throughput and console lines.
+
+    with progress.rate.waiting():
+        batch = next(batches)
+    state, metrics = train_step(state, batch)
+    progress.rate.step_done()
+    progress.update(step, loss=loss, learning_rate=learning_rate)
+
+Validation, checkpoints and other pauses run under `progress.rate.paused()`: they do not slow the
+measured step, and the ETA counts them by their share so far.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+_WINDOW = 100  # steps that count as recent
+
+
+class Throughput:
+    """Seconds a step, tokens a second and the share of time spent waiting for data.
+
+    The first step is not measured: it holds compilation. Until two steps are done all figures
+    are None.
+
+    Args:
+      tokens_per_step: tokens of one update, over all devices.
+      clock: seconds as a float, never running backwards.
+    """
+
+    def __init__(self, tokens_per_step: int, *, clock: Callable[[], float] = time.monotonic):
+        self._tokens, self._clock = tokens_per_step, clock
+        self._seconds: deque[float] = deque(maxlen=_WINDOW)
+        self._waits: deque[float] = deque(maxlen=_WINDOW)
+        self._mark: float | None = None  # when the last step was done
+        self._wait = 0.0  # since then
+        self._pause = 0.0  # since then
+        self._all_pauses = 0.0
+        self._measured = 0
+
+    def step_done(self) -> None:
+        """One step has ended, or been handed to the device, just now."""
+        now = self._clock()
+        if self._mark is not None:
+            self._seconds.append(max(now - self._mark - self._pause, 0.0))
+            self._waits.append(self._wait)
+            self._all_pauses += self._pause
+            self._measured += 1
+        self._mark, self._wait, self._pause = now, 0.0, 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The time inside is spent waiting for data."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._wait += self._clock() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time inside (validation, a checkpoint) belongs to no step."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._pause += self._clock() - start
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a recent step: the mean of the middle half, so stragglers do not count."""
+        return _midmean(self._seconds) if self._seconds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens a second at `step_seconds`."""
+        seconds = self.step_seconds
+        return self._tokens / seconds if seconds else None
+
+    @property
+    def data_wait_fraction(self) -> float | None:
+        """The share, 0 to 1, of the recent steps' time that went into waiting for data."""
+        total = sum(self._seconds)
+        return min(sum(self._waits) / total, 1.0) if total else None
+
+    @property
+    def seconds_ahead(self) -> float | None:
+        """Expected seconds of a coming step, with its share of the pauses so far."""
+        seconds = self.step_seconds
+        if seconds is None:
+            return None
+        return seconds + (self._all_pauses + self._pause) / self._measured
+
+
+class Progress:
+    """Writes where a run stands: a line every few seconds, or one that moves on a terminal.
+
+    Args:
+      total_steps: the step the run ends at.
+      tokens_per_step: tokens of one update.
+      stream: where the lines go.
+      every_seconds: the least time between two lines (a terminal is updated each half second).
+      clock: seconds as a float.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        tokens_per_step: int,
+        stream: TextIO,
+        *,
+        every_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.rate = Throughput(tokens_per_step, clock=clock)
+        self._total, self._stream, self._clock = total_steps, stream, clock
+        self._moving = stream.isatty()
+        self._every = 0.5 if self._moving else every_seconds
+        self._last = -math.inf
+        self._width = 0  # of the unfinished line on the terminal
+
+    def eta_seconds(self, step: int) -> float | None:
+        """Expected seconds from `step` (updates done) to the end; None before it is known."""
+        ahead = self.rate.seconds_ahead
+        return None if ahead is None else ahead * max(self._total - step, 0)
+
+    def is_due(self, step: int) -> bool:
+        """Whether `update` would write now: so that nothing is fetched from the device in vain."""
+        return step >= self._total or self._clock() - self._last >= self._every
+
+    def update(self, step: int, *, loss: float, learning_rate: float) -> None:
+        """Write the line of `step` if it is due; the last step's always is."""
+        if not self.is_due(step):
+            return
+        self._last = self._clock()
+        parts = [
+            f"step {step}/{self._total}",
+            f"loss {loss:.3f}",
+            f"lr {format_rate(learning_rate)}",
+        ]
+        if (tokens := self.rate.tokens_per_second) is not None:
+            parts.append(f"{format_count(tokens)} tok/s")
+        if (share := self.rate.data_wait_fraction) is not None and share >= 0.005:
+            parts.append(f"{100 * share:.0f} % of time waiting for data")
+        if (eta := self.eta_seconds(step)) is not None:
+            parts.append(f"ETA {format_duration(eta)}")
+        line = "  ".join(parts)
+        if self._moving:
+            self._stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def message(self, text: str) -> None:
+        """Write `text` as a line of its own."""
+        self.finish()
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """End the moving line, if there is one."""
+        if self._width:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._width = 0
+
+
+def format_count(number: float) -> str:
+    """Three digits and a unit: 87, 942, 12.3k, 1.25M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size * 0.9995:
+            scaled = number / size
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}{unit}"
+    return f"{number:.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    """12:34 (minutes and seconds), 1:02:03 or 2d 03:04:05."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02d}:{minute:02d}:{second:02d}"
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def format_rate(rate: float) -> str:
+    """A learning rate in two digits: 1.9e-3."""
+    mantissa, exponent = f"{rate:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def _midmean(values: deque[float]) -> float:
+    ordered = sorted(values)
+    drop = len(ordered) // 4
+    middle = ordered[drop : len(ordered) - drop]
+    return sum(middle) / len(middle)
