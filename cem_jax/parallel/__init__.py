@@ -1,0 +1,1 @@
+"""Devices as a mesh, and where each array lies on it."""
