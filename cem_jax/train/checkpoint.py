@@ -11,6 +11,7 @@ Only directories with a checksum list count as checkpoints. The newest `keep` ar
 with the lowest metric beside them; nothing is removed before the save that replaces it is complete.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -311,9 +312,7 @@ class Checkpointer:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
         if not self._cleaned:
-            for path in self.directory.iterdir():
-                if _LEFTOVER.fullmatch(path.name):
-                    path.rmtree()
+            self._clear_leftovers()
             self._cleaned = True
         path = self.directory / str(step)
         if is_whole(path):
@@ -321,6 +320,11 @@ class Checkpointer:
             if aside.exists():
                 aside.rmtree()
             path.rename(aside)
+
+    def _clear_leftovers(self) -> None:
+        for path in list(self.directory.iterdir()):
+            if _LEFTOVER.fullmatch(path.name):
+                path.rmtree()
 
     def _retain(self, newest: int) -> None:
         """Remove what retention lets go, now that `newest` is complete.
@@ -353,6 +357,9 @@ class Checkpointer:
     def _failure(self, step: int | None, error: Exception) -> RunFailed:
         newest = self.latest_step()
         self._saving = None
+        if self._writes:
+            with contextlib.suppress(OSError):  # what it left may be what filled the disk
+                self._clear_leftovers()
         rest = "no checkpoint is complete" if newest is None else f"the newest complete is {newest}"
         where = f"checkpoint {step} could not be written to {self.directory}"
         return RunFailed(f"{where}: {_one_line(error)}; {rest}")
@@ -364,4 +371,5 @@ def _finite(metric: float | None) -> float | None:
 
 def _one_line(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0] or type(error).__name__
-    return text if len(text) <= 300 else text[:299] + "…"
+    # Orbax tells where first and the reason last.
+    return text if len(text) <= 300 else f"{text[:120]} … {text[-175:]}"

@@ -307,7 +307,7 @@ def test_sums_can_be_checked_by_hand(opened, tmp_path):
     subprocess.run([tool, "--quiet", "-c", "checksums.sha256"], cwd=tmp_path / "c/1", check=True)
 
 
-def test_a_save_that_fails_in_the_background_ends_the_run(opened, monkeypatch):
+def test_a_save_that_fails_in_the_background_ends_the_run(opened, monkeypatch, tmp_path):
     checkpointer = opened()
     save_all(checkpointer, 1)
 
@@ -325,6 +325,34 @@ def test_a_save_that_fails_in_the_background_ends_the_run(opened, monkeypatch):
             checkpointer.check()
             checkpointer._orbax._async_manager._thread.join(0.01)
     assert opened().restore(None, abstract(make_state()))[2] == 1
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["1"]
+
+
+def test_a_full_disk_ends_the_run(tmp_path):
+    """Stands in for a full disk: no file of the process may grow beyond 100 kB."""
+    full = """
+        import resource, signal, sys
+        import jax
+        from cem_jax.errors import RunFailed
+        from cem_jax.train.checkpoint import Checkpointer
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG instead
+        checkpointer = Checkpointer(sys.argv[1], keep=3, keep_best=False)
+        checkpointer.save(1, {"w": jax.random.normal(jax.random.key(1), (100,))}, {})
+        checkpointer.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        checkpointer.save(2, {"w": jax.random.normal(jax.random.key(2), (100_000,))}, {})
+        try:
+            checkpointer.close()
+        except RunFailed as error:
+            assert "File too large" in str(error) and len(str(error)) < 600, error
+            assert "the newest complete is 1" in str(error), error
+            print("failed as it should")
+    """
+    script = [sys.executable, "-c", textwrap.dedent(full), str(tmp_path / "c")]
+    done = subprocess.run(script, capture_output=True, text=True, env=dict(os.environ))
+    assert done.stdout == "failed as it should\n", done.stderr
+    assert os.listdir(tmp_path / "c") == ["1"]
 
 
 def test_a_directory_that_cannot_be_made_ends_the_run(tmp_path):
