@@ -1,0 +1,47 @@
+"""T steps down an energy (Eq. 16–17): x⁽ᵗ⁺¹⁾ = x⁽ᵗ⁾ + η F(u⁽ᵗ⁾), u = RMSNorm(x).
+
+Shapes: B leading axes · D model dim.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float
+
+from cem_jax.energy.norm import force_at_state, rms_norm
+
+
+class StepNorm(NamedTuple):
+    """The norm inside the recursion."""
+
+    weight: Float[Array, " D"] | None  # None: no learned weight
+    eps: float
+    gradient: str = "at_u"  # at_u | scaled | full: where the force is taken
+
+
+def descend(
+    force: Callable[[Float[Array, "*B D"]], Float[Array, "*B D"]],
+    x: Float[Array, "*B D"],
+    *,
+    steps: int,
+    step_size: float | Float[Array, ""],
+    norm: StepNorm | None,
+    remat: bool = False,
+) -> Float[Array, "*B D"]:
+    """x after `steps` steps of the same force; `norm` None evaluates it at x itself.
+
+    `remat` recomputes each step in the backward pass and keeps only the states between steps.
+    """
+
+    def step(x, _):
+        if norm is None:
+            moved = force(x)
+        else:
+            moved = force_at_state(force(rms_norm(x, norm.weight, norm.eps)), x, *norm)
+        return x + (step_size * moved).astype(x.dtype), None
+
+    body = jax.checkpoint(step) if remat else step
+    if steps == 1:
+        return body(x, None)[0]
+    return jax.lax.scan(body, x, length=steps)[0]

@@ -1,0 +1,60 @@
+"""Learned preconditioners P (Eq. 13): a positive diagonal plus a symmetric matrix of low rank.
+
+    P = diag(softplus(diagonal)) + left·rightᵀ + right·leftᵀ         or, in psd form,
+    P = diag(softplus(diagonal)) + left·leftᵀ
+
+P is linear and stays fixed over the T steps, so a layer folds it into the weight it follows, once a
+forward pass: W P for a weight W whose rows are read out. After that P costs nothing a token.
+
+Shapes: D model · F rows of a weight · S rank · H leading axes, heads for one.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Preconditioner(NamedTuple):
+    """P in factors."""
+
+    diagonal: Float[Array, "*H D"]  # softplus's argument
+    left: Float[Array, "*H D S"] | None = None  # None: P is diagonal
+    right: Float[Array, "*H D S"] | None = None  # None: psd form
+
+
+def precondition(x: Float[Array, "*N F D"], p: Preconditioner | None) -> Float[Array, "*N F D"]:
+    """Rows x P (P is symmetric), in the dtype of `x`: applies P to vectors, or folds it into a weight.
+
+    A P for each head goes with rows that have the heads' axis in front, [K, F, D].
+    """
+    if p is None:
+        return x
+    beside_x = lambda f: jnp.expand_dims(f.astype(x.dtype), range(x.ndim - f.ndim))
+    result = x * beside_x(jax.nn.softplus(p.diagonal)[..., None, :])
+    if p.left is None:
+        return result
+    left = beside_x(p.left)
+    if p.right is None:
+        return result + (x @ left) @ jnp.matrix_transpose(left)
+    right = beside_x(p.right)
+    result += (x @ left) @ jnp.matrix_transpose(right)
+    return result + (x @ right) @ jnp.matrix_transpose(left)
+
+
+def preconditioner_matrix(
+    diagonal: Float[Array, "*H D"],
+    left: Float[Array, "*H D S"] | None = None,
+    right: Float[Array, "*H D S"] | None = None,
+) -> Float[Array, "*H D D"]:
+    """P written out (Eq. 13); `right` None is the psd form, `left` None a diagonal P."""
+    diagonal = jnp.asarray(diagonal)
+    matrix = jax.nn.softplus(diagonal)[..., None] * jnp.expand_dims(
+        jnp.eye(diagonal.shape[-1], dtype=diagonal.dtype), range(diagonal.ndim - 1)
+    )
+    if left is None:
+        return matrix
+    left = jnp.asarray(left)
+    product = left @ jnp.matrix_transpose(left if right is None else jnp.asarray(right))
+    return matrix + (product if right is None else product + jnp.matrix_transpose(product))

@@ -1,0 +1,166 @@
+"""Log-partition functions of attention scores, and their derivatives.
+
+Attention is the derivative of a log-partition function. With
+
+    s_ijk = (k_jk·q_ik + g_i·h_j)/τ − m_k(i−j) + β_k[i=j]        lse_ik = log Σ_{j≤i} exp s_ijk
+
+∂lse_ik/∂q_ik = o_ik/τ, o_ik = Σ_j softmax_j(s_ijk) k_jk: attention with its keys as values. So
+`jax.grad` of an energy −τ Σ_k lse_ik runs the fused attention, and training differentiates that.
+
+This package knows nothing of the rest of the project.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal
+from jaxtyping import Array, Float, Int
+
+from cem_jax.kernels import blockwise, dense
+from cem_jax.kernels.inputs import Inputs, validated
+from cem_jax.kernels.linear import project, readout
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "attend",
+    "log_partition",
+    "project",
+    "readout",
+    "total_log_partition",
+]
+
+IMPLEMENTATIONS = ("auto", "dense", "blockwise")
+
+
+def log_partition(
+    q: Float[Array, "*B J K R"],
+    k: Float[Array, "*B J K R"],
+    g: Float[Array, "*B J D"] | Float[Array, "*B J K D"] | None = None,
+    h: Float[Array, "*B J D"] | None = None,
+    *,
+    tau: float,
+    slopes: Float[Array, " K"] | None = None,
+    self_bias: Float[Array, " K"] | None = None,
+    segments: Int[Array, "*B J"] | None = None,
+    implementation: str = "auto",
+    block_sizes: tuple[int, int] | None = None,
+    interpret: bool | None = None,
+) -> Float[Array, "*B K J"]:
+    """lse_ik = log Σ_{j≤i} exp s_ijk of the package's docstring, in float32 (float64 for float64).
+
+    Differentiable in every floating argument, twice. A position sees itself and what lies before
+    it, within its own segment where `segments` are given. `g` = d∘u and `h` carry the diagonal of
+    the interaction matrix; a `g` without head axis is shared by the heads, its tile computed once.
+    `implementation`: dense (every score written out), blockwise (O(J) memory), or auto.
+    `block_sizes`: positions of a query and a key block. `interpret`: for Pallas implementations.
+    Raises ValueError on shapes that do not fit.
+    """
+    inputs = validated(q, k, g, h, slopes, self_bias, segments)
+    return _log_partition(inputs, tau, implementation, block_sizes, interpret, head_sum=False)
+
+
+def total_log_partition(
+    q, k, g=None, h=None, *, tau, slopes=None, self_bias=None, segments=None,
+    implementation="auto", block_sizes=None, interpret=None,
+) -> Float[Array, "*B J"]:  # fmt: skip
+    """Σ_k lse_ik, all an energy needs; arguments as in `log_partition`.
+
+    Knowing that the heads are summed, its derivative with respect to a shared `g` is one
+    vector Σ_k Σ_j α_ijk h_j a position, instead of one for each head.
+    """
+    inputs = validated(q, k, g, h, slopes, self_bias, segments)
+    return _log_partition(inputs, tau, implementation, block_sizes, interpret, head_sum=True)
+
+
+def attend(
+    q, k, g=None, h=None, *, tau, slopes=None, self_bias=None, segments=None,
+    context="none", implementation="auto", block_sizes=None, interpret=None,
+):  # fmt: skip
+    """What the derivatives are made of: (lse [*B K J], o [*B J K R], a).
+
+    o_ik = Σ_j α_ijk k_jk. `context`: "none" (a is None), "summed": a_i = Σ_k Σ_j α_ijk h_j
+    [*B J D], or "per_head": a_ik = Σ_j α_ijk h_j [*B J K D]. o and a are float32, or float64 for
+    float64 inputs.
+    """
+    inputs = validated(q, k, g, h, slopes, self_bias, segments)
+    if context != "none" and h is None:
+        raise ValueError(f"context={context!r} averages h, which is not given")
+    return _implementation(implementation, block_sizes, interpret)(inputs, tau, context)
+
+
+def _implementation(name: str, block_sizes, interpret):
+    """The attend function (inputs, tau, context) of that name."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {name!r}"
+        )
+    if interpret is not None:
+        raise ValueError(f"interpret is for Pallas kernels; implementation={name!r} is plain XLA")
+    if name == "dense":
+        return dense.attend
+    return partial(blockwise.attend, blocks=block_sizes)
+
+
+def _log_partition(inputs: Inputs, tau, implementation, block_sizes, interpret, head_sum):
+    fused = _implementation(implementation, block_sizes, interpret)
+    if implementation == "dense":
+        lse_BKJ = dense.log_partition(inputs, tau)
+        return lse_BKJ.sum(-2) if head_sum else lse_BKJ
+    static = (fused.func, tuple(fused.keywords.items()), tau, head_sum)
+    return _fused_log_partition(static, inputs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused_log_partition(static, inputs: Inputs):
+    attend_to, tau, head_sum = _unpack(static)
+    lse_BKJ, _, _ = attend_to(inputs, tau, "none")
+    return lse_BKJ.sum(-2) if head_sum else lse_BKJ
+
+
+def _unpack(static):
+    function, keywords, tau, head_sum = static
+    return partial(function, **dict(keywords)), tau, head_sum
+
+
+def _forward(static, primals: Inputs):
+    attend_to, tau, head_sum = _unpack(static)
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    inputs = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
+    asked = {n for n, p in primals._asdict().items() if p is not None and p.perturbed}
+    shared_g = inputs.g is not None and inputs.g.ndim < inputs.q.ndim
+    # An energy's gradient with respect to the state asks for q, perhaps g: then attention itself is
+    # the derivative. Anything else takes attention's own backward pass.
+    if asked <= {"q", "g"} and (head_sum or not shared_g or "g" not in asked):
+        context = ("summed" if shared_g else "per_head") if "g" in asked else "none"
+        lse_BKJ, o_BJKR, a = attend_to(inputs, tau, context)
+        residuals = (inputs, o_BJKR, a, None)
+    else:
+        lse_BKJ, pull_back = jax.vjp(lambda t: attend_to(t, tau, "none")[0], inputs)
+        residuals = (inputs, None, None, pull_back)
+    return (lse_BKJ.sum(-2) if head_sum else lse_BKJ), residuals
+
+
+def _backward(static, residuals, lse_bar):
+    _, tau, head_sum = _unpack(static)
+    inputs, o_BJKR, a, pull_back = residuals
+    heads = inputs.q.shape[-2]
+    if head_sum:
+        bar_BKJ = jnp.broadcast_to(
+            lse_bar[..., None, :], (*lse_bar.shape[:-1], heads, lse_bar.shape[-1])
+        )
+    else:
+        bar_BKJ = lse_bar
+    if pull_back is not None:
+        return pull_back(bar_BKJ)
+    scale_BJK1 = jnp.swapaxes(bar_BKJ, -1, -2)[..., None] / tau
+    g_bar = None
+    if a is not None:
+        per_head = a.ndim == o_BJKR.ndim
+        g_bar = a * (scale_BJK1 if per_head else scale_BJK1[..., 0, :])
+        g_bar = g_bar.astype(inputs.g.dtype)
+    q_bar = (scale_BJK1 * o_BJKR).astype(inputs.q.dtype)
+    return (Inputs(q_bar, None, g_bar, None, None, None, None),)
+
+
+_fused_log_partition.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,349 @@
+"""Attention whose keys are its values, tile by tile: O(J) memory on every platform.
+
+One scan visits the tiles on or below the diagonal, row after row; a tile is [B, K, I, N] scores.
+The backward pass is written out, so nothing of a tile outlives its visit.
+
+Shapes: B batch · J positions · K heads · R head dim · D model dim · G 1 if the heads share the
+diagonal, else K · C 1 for a context summed over heads, else K · I, N positions of a query and a key
+block · X, Y number of query and key blocks.
+
+Per row i and head k, with c = 1/τ, p = softmax of s, e the gradient of a and E_ij = e_i·h_j:
+
+    lse_i = log Σ_j exp s_ij        o_i = Σ_j p_ij k_j        a_i = Σ_j p_ij h_j
+    dS_ij = p_ij (do_i·k_j + E_ij − Δ_i)     Δ_i = do_i·o_i + Σ_j p_ij E_ij − dlse_i
+    dq_i = c Σ_j dS_ij k_j          dk_j = Σ_i (c dS_ij q_i + p_ij do_i)
+    dg_i = c Σ_j dS_ij h_j          dh_j = Σ_i (c dS_ij g_i + p_ij e_i)
+    dm = −Σ_ij (i − j) dS_ij        dβ = Σ_i dS_ii
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from cem_jax.kernels.inputs import Inputs, accumulator
+
+
+class Plan(NamedTuple):
+    """What is static in a call."""
+
+    tau: float
+    context: str  # none | summed | per_head: whether a = Σ_j p h_j is wanted, and over which heads
+    blocks: tuple[int, int]  # query, key
+
+
+class Blocked(NamedTuple):
+    """Inputs cut into blocks, the block axis first."""
+
+    q: jax.Array  # [X, B, K, I, R]
+    k: jax.Array  # [Y, B, K, N, R]
+    g: jax.Array | None  # [X, B, G, I, D]
+    h: jax.Array | None  # [Y, B, 1, N, D]
+    slopes: jax.Array | None  # [K]
+    self_bias: jax.Array | None  # [K]
+    query_segments: jax.Array | None  # [X, B, 1, I]
+    key_segments: jax.Array | None  # [Y, B, 1, N]
+
+
+def default_blocks(positions: int) -> tuple[int, int]:
+    """Tiles that stay in a core's cache: 64 beat 128 on CPU up to some hundred positions."""
+    size = 64 if positions <= 512 else 128
+    return min(size, positions), min(size, positions)
+
+
+def attend(inputs: Inputs, tau: float, context: str, blocks: tuple[int, int] | None):
+    """lse [..., K, J], o [..., J, K, R] and a: None, [..., J, D] or [..., J, K, D] by `context`.
+
+    `o` and `a` come in the accumulator's dtype (float32 or float64).
+    """
+    leading = inputs.q.shape[:-3]
+    positions = inputs.q.shape[-3]
+    plan = Plan(tau, context, tuple(blocks or default_blocks(positions)))
+    flat = Inputs(
+        *(x if x is None else x.reshape(-1, *x.shape[len(leading) :]) for x in inputs[:4]),
+        inputs.slopes,
+        inputs.self_bias,
+        None if inputs.segments is None else inputs.segments.reshape(-1, positions),
+    )
+    lse, o, a = _attend(plan, flat)
+    restore = lambda x: x.reshape(*leading, *x.shape[1:])
+    return restore(lse), restore(o), None if a is None else restore(a)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, inputs: Inputs):
+    return _attend_forward(plan, inputs)[0]
+
+
+def _attend_forward(plan: Plan, inputs: Inputs):
+    blocked = _cut(inputs, plan)
+    lse_XBKI, o_XBKIR = _sweep_forward(blocked, plan)
+    positions = inputs.q.shape[1]
+    lse_BKJ = _join_heads_first(lse_XBKI, positions)
+    o_BJKR = _join(o_XBKIR, positions)
+    a = None
+    if plan.context != "none":
+        a_XBCID = _sweep_context(blocked, lse_XBKI, plan)
+        a = _join(a_XBCID, positions)
+        a = a[:, :, 0] if plan.context == "summed" else a
+    return (lse_BKJ, o_BJKR, a), (inputs, lse_BKJ, o_BJKR)
+
+
+def _attend_backward(plan: Plan, residuals, cotangents):
+    inputs, lse_BKJ, o_BJKR = residuals
+    dlse_BKJ, do_BJKR, da = cotangents
+    block = plan.blocks[0]
+    blocked = _cut(inputs, plan)
+    # exp(s − ∞) = 0: the rows that padding added take no part
+    lse_XBKI = _cut_heads_first(lse_BKJ, block, padding=jnp.inf)
+    delta_BKJ = jnp.einsum("bjkr,bjkr->bkj", do_BJKR, o_BJKR) - dlse_BKJ
+    delta_XBKI = _cut_heads_first(delta_BKJ, block)
+    e_XBCID = None
+    if plan.context != "none":
+        per_head = da if plan.context == "per_head" else da[:, :, None]
+        e_XBCID = _cut_positions(per_head.astype(inputs.q.dtype), block)
+        delta_XBKI += _sweep_delta(blocked, lse_XBKI, e_XBCID, plan)
+    do_XBKIR = _cut_positions(do_BJKR.astype(inputs.q.dtype), block)
+    grads = _sweep_backward(blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, plan)
+    return (_uncut_gradients(grads, inputs),)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+# One tile: scores and probabilities.
+
+
+def _scores(blocked: Blocked, x, y, plan: Plan):
+    """s of query block x against key block y, −∞ replaced by a finite floor. [B, K, I, N]."""
+    q_BKIR, k_BKNR = blocked.q[x], blocked.k[y]
+    dtype = accumulator(q_BKIR.dtype)
+    s_BKIN = _product("bkir,bknr->bkin", q_BKIR, k_BKNR)
+    if blocked.g is not None:
+        s_BKIN += _product("bgid,bnd->bgin", blocked.g[x], blocked.h[y][:, 0])
+    s_BKIN *= 1.0 / plan.tau
+    distance_IN = _distance(x, y, plan)
+    bias_KIN = jnp.zeros((1, 1, 1), dtype)
+    if blocked.slopes is not None:
+        bias_KIN = bias_KIN - blocked.slopes.astype(dtype)[:, None, None] * distance_IN[None]
+    if blocked.self_bias is not None:
+        beta_K11 = blocked.self_bias.astype(dtype)[:, None, None]
+        bias_KIN = bias_KIN + jnp.where(distance_IN[None] == 0, beta_K11, 0.0)
+    visible = (distance_IN >= 0)[None, None]
+    if blocked.query_segments is not None:
+        query, key = blocked.query_segments[x], blocked.key_segments[y]
+        visible = visible & (query[..., :, None] == key[..., None, :])
+    return jnp.where(visible, s_BKIN + bias_KIN[None], jnp.finfo(dtype).min / 2)
+
+
+def _probabilities(blocked: Blocked, lse_XBKI, x, y, plan: Plan):
+    return jnp.exp(_scores(blocked, x, y, plan) - lse_XBKI[x][..., None])
+
+
+def _distance(x, y, plan: Plan):
+    """i − j over a tile. [I, N]."""
+    queries, keys = plan.blocks
+    i = x * queries + jnp.arange(queries)
+    j = y * keys + jnp.arange(keys)
+    return i[:, None] - j[None, :]
+
+
+def _product(subscripts, a, b):
+    return jnp.einsum(subscripts, a, b, preferred_element_type=accumulator(a.dtype))
+
+
+# The sweeps.
+
+
+def _sweep(visit, carry, blocked: Blocked, plan: Plan):
+    """Carry through every tile that holds a pair j ≤ i, rows in order."""
+    queries, keys = plan.blocks
+    tiles = [
+        (x, y)
+        for x in range(blocked.q.shape[0])
+        for y in range(blocked.k.shape[0])
+        if y * keys < (x + 1) * queries
+    ]
+    step = lambda carry, tile: (visit(carry, tile[0], tile[1]), None)
+    return lax.scan(step, carry, np.array(tiles, np.int32))[0]
+
+
+def _sweep_forward(blocked: Blocked, plan: Plan):
+    dtype = accumulator(blocked.q.dtype)
+    rows = blocked.q.shape[:-1]
+
+    def visit(carry, x, y):
+        peak, total, o = carry
+        s_BKIN = _scores(blocked, x, y, plan)
+        old_peak = peak[x]
+        new_peak = jnp.maximum(old_peak, s_BKIN.max(-1))
+        weight_BKIN = jnp.exp(s_BKIN - new_peak[..., None])
+        keep = jnp.exp(old_peak - new_peak)
+        k_BKNR = blocked.k[y]
+        fresh_o = _product("bkin,bknr->bkir", weight_BKIN.astype(k_BKNR.dtype), k_BKNR)
+        return (
+            peak.at[x].set(new_peak),
+            total.at[x].set(total[x] * keep + weight_BKIN.sum(-1)),
+            o.at[x].set(o[x] * keep[..., None] + fresh_o),
+        )
+
+    start = (
+        jnp.full(rows, jnp.finfo(dtype).min / 2, dtype),
+        jnp.zeros(rows, dtype),
+        jnp.zeros(blocked.q.shape, dtype),
+    )
+    peak, total, o = _sweep(visit, start, blocked, plan)
+    return peak + jnp.log(total), o / total[..., None]
+
+
+def _sweep_context(blocked: Blocked, lse_XBKI, plan: Plan):
+    """a_i = Σ_j p_ij h_j. A second sweep: a sum over heads needs every head's softmax finished."""
+    *_, model_dim = blocked.h.shape
+    rows = blocked.q.shape[:-1]
+    heads = 1 if plan.context == "summed" else rows[2]
+
+    def visit(a, x, y):
+        p_BKIN = _probabilities(blocked, lse_XBKI, x, y, plan)
+        p_BCIN = _share(p_BKIN, heads).astype(blocked.h.dtype)
+        return a.at[x].add(_product("bcin,bnd->bcid", p_BCIN, blocked.h[y][:, 0]))
+
+    start = jnp.zeros((rows[0], rows[1], heads, rows[3], model_dim), lse_XBKI.dtype)
+    return _sweep(visit, start, blocked, plan)
+
+
+def _sweep_delta(blocked: Blocked, lse_XBKI, e_XBCID, plan: Plan):
+    """Σ_j p_ij E_ij, for each head. [X, B, K, I]."""
+
+    def visit(delta, x, y):
+        p_BKIN = _probabilities(blocked, lse_XBKI, x, y, plan)
+        e_BCIN = _product("bcid,bnd->bcin", e_XBCID[x], blocked.h[y][:, 0])
+        return delta.at[x].add((p_BKIN * e_BCIN).sum(-1))
+
+    return _sweep(visit, jnp.zeros_like(lse_XBKI), blocked, plan)
+
+
+def _sweep_backward(blocked: Blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, plan: Plan):
+    dtype = lse_XBKI.dtype
+    c = 1.0 / plan.tau
+
+    def visit(grads: Blocked, x, y):
+        q, k, do = blocked.q[x], blocked.k[y], do_XBKIR[x]
+        p = _probabilities(blocked, lse_XBKI, x, y, plan)
+        dp = _product("bkir,bknr->bkin", do, k)
+        if e_XBCID is not None:
+            dp += _product("bcid,bnd->bcin", e_XBCID[x], blocked.h[y][:, 0])
+        ds = p * (dp - delta_XBKI[x][..., None])
+        grads = _add_bias_gradients(grads, ds, x, y, plan)
+        scaled = c * ds
+        ds, p_low = scaled.astype(q.dtype), p.astype(q.dtype)
+        dk = _product("bkin,bkir->bknr", ds, q) + _product("bkin,bkir->bknr", p_low, do)
+        grads = grads._replace(
+            q=grads.q.at[x].add(_product("bkin,bknr->bkir", ds, k)), k=grads.k.at[y].add(dk)
+        )
+        if blocked.g is None:
+            return grads
+        g, h = blocked.g[x], blocked.h[y][:, 0]
+        ds_BGIN = _share(scaled, g.shape[1]).astype(q.dtype)
+        dh = _product("bgin,bgid->bnd", ds_BGIN, g)
+        if e_XBCID is not None:
+            p_BCIN = _share(p, e_XBCID.shape[2]).astype(q.dtype)
+            dh += _product("bcin,bcid->bnd", p_BCIN, e_XBCID[x])
+        return grads._replace(
+            g=grads.g.at[x].add(_product("bgin,bnd->bgid", ds_BGIN, h)),
+            h=grads.h.at[y].add(dh[:, None]),
+        )
+
+    segments = dict(query_segments=None, key_segments=None)
+    start = jax.tree.map(lambda t: jnp.zeros(t.shape, dtype), blocked._replace(**segments))
+    return _sweep(visit, start, blocked, plan)
+
+
+def _add_bias_gradients(grads: Blocked, ds_BKIN, x, y, plan: Plan) -> Blocked:
+    if grads.slopes is None and grads.self_bias is None:
+        return grads
+    ds_KIN = ds_BKIN.sum(0)
+    distance_IN = _distance(x, y, plan)
+    if grads.slopes is not None:
+        grads = grads._replace(slopes=grads.slopes - (ds_KIN * distance_IN[None]).sum((1, 2)))
+    if grads.self_bias is not None:
+        on_diagonal = jnp.where(distance_IN[None] == 0, ds_KIN, 0.0)
+        grads = grads._replace(self_bias=grads.self_bias + on_diagonal.sum((1, 2)))
+    return grads
+
+
+def _share(t_BKIN, heads: int):
+    """Summed over the heads where they share one tile."""
+    return t_BKIN.sum(1, keepdims=True) if heads == 1 else t_BKIN
+
+
+# Cutting into blocks and joining again. Padding stands behind every real position, so no real query
+# sees a padded key.
+
+
+def _cut(inputs: Inputs, plan: Plan) -> Blocked:
+    queries, keys = plan.blocks
+    g, h, segments = inputs.g, inputs.h, inputs.segments
+    if g is not None:
+        g = _cut_positions(g if g.ndim == 4 else g[:, :, None], queries)
+        h = _cut_positions(h[:, :, None], keys)
+    cut_segments = lambda size: (
+        None if segments is None else _cut_heads_first(segments[:, None], size, padding=-1)
+    )
+    return Blocked(
+        _cut_positions(inputs.q, queries),
+        _cut_positions(inputs.k, keys),
+        g,
+        h,
+        inputs.slopes,
+        inputs.self_bias,
+        cut_segments(queries),
+        cut_segments(keys),
+    )
+
+
+def _cut_positions(x_BJKR, size: int):
+    """[B, J, K, R] → [X, B, K, I, R], padded with zeros."""
+    batch, positions, heads, width = x_BJKR.shape
+    count = -(-positions // size)
+    x = jnp.pad(x_BJKR, ((0, 0), (0, count * size - positions), (0, 0), (0, 0)))
+    return x.reshape(batch, count, size, heads, width).transpose(1, 0, 3, 2, 4)
+
+
+def _join(x_XBKIR, positions: int):
+    """[X, B, K, I, R] → [B, J, K, R]."""
+    count, batch, heads, size, width = x_XBKIR.shape
+    x = x_XBKIR.transpose(1, 0, 3, 2, 4).reshape(batch, count * size, heads, width)
+    return x[:, :positions]
+
+
+def _cut_heads_first(x_BKJ, size: int, padding=0):
+    """[B, K, J] → [X, B, K, I]."""
+    batch, heads, positions = x_BKJ.shape
+    count = -(-positions // size)
+    x = jnp.pad(x_BKJ, ((0, 0), (0, 0), (0, count * size - positions)), constant_values=padding)
+    return x.reshape(batch, heads, count, size).transpose(2, 0, 1, 3)
+
+
+def _join_heads_first(x_XBKI, positions: int):
+    """[X, B, K, I] → [B, K, J]."""
+    count, batch, heads, size = x_XBKI.shape
+    return x_XBKI.transpose(1, 2, 0, 3).reshape(batch, heads, count * size)[..., :positions]
+
+
+def _uncut_gradients(grads: Blocked, inputs: Inputs) -> Inputs:
+    positions = inputs.q.shape[1]
+    joined = Inputs(
+        _join(grads.q, positions),
+        _join(grads.k, positions),
+        None if grads.g is None else _join(grads.g, positions).reshape(inputs.g.shape),
+        None if grads.h is None else _join(grads.h, positions).reshape(inputs.h.shape),
+        grads.slopes,
+        grads.self_bias,
+        None,
+    )
+    return Inputs(
+        *(None if x is None else x.astype(y.dtype) for x, y in zip(joined, inputs, strict=True))
+    )

@@ -1,0 +1,56 @@
+"""What every implementation of the log-partition function takes, validated once."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Inputs(NamedTuple):
+    """Arrays of one call. B leading axes · J positions · K heads · R head dim · D model dim."""
+
+    q: jax.Array  # [B, J, K, R]
+    k: jax.Array  # [B, J, K, R]
+    g: jax.Array | None  # d∘u: [B, J, D] shared by the heads, or [B, J, K, D]
+    h: jax.Array | None  # [B, J, D]
+    slopes: jax.Array | None  # m, [K]
+    self_bias: jax.Array | None  # β, [K]
+    segments: jax.Array | None  # document ids, [B, J]
+
+
+def accumulator(dtype) -> jnp.dtype:
+    """Scores, softmax and sums: float32, or float64 where the inputs are."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def validated(q, k, g=None, h=None, slopes=None, self_bias=None, segments=None) -> Inputs:
+    """Array-likes as `Inputs`; raises ValueError with the shapes where they do not fit together."""
+    raw = (q, k, g, h, slopes, self_bias, segments)
+    inputs = Inputs(*(None if x is None else jnp.asarray(x) for x in raw))
+    q, k, g, h, slopes, self_bias, segments = inputs
+    if q.ndim < 3 or q.shape != k.shape:
+        raise ValueError(f"q and k must both be [..., J, K, R]; got {q.shape} and {k.shape}")
+    *leading, positions, heads, _ = q.shape
+    if (g is None) != (h is None):
+        raise ValueError("g and h belong together: give both or neither")
+    if h is not None:
+        model_dim = h.shape[-1]
+        if h.shape != (*leading, positions, model_dim):
+            raise ValueError(f"h must be [..., J, D] beside q {q.shape}; got {h.shape}")
+        if g.shape not in (
+            (*leading, positions, model_dim),
+            (*leading, positions, heads, model_dim),
+        ):
+            raise ValueError(
+                f"g must be [..., J, D] or [..., J, K, D] beside h {h.shape}; got {g.shape}"
+            )
+    for name, value in (("slopes", slopes), ("self_bias", self_bias)):
+        if value is not None and value.shape != (heads,):
+            raise ValueError(f"{name} must be [K] = [{heads}]; got {value.shape}")
+    if segments is not None and segments.shape != (*leading, positions):
+        raise ValueError(f"segments must be [..., J] beside q {q.shape}; got {segments.shape}")
+    dtype = jnp.result_type(*(x for x in (q, k, g, h) if x is not None))
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"q, k, g, h must be floating; got {dtype}")
+    q, k, g, h = (None if x is None else x.astype(dtype) for x in (q, k, g, h))
+    return Inputs(q, k, g, h, slopes, self_bias, segments)
