@@ -1,0 +1,1 @@
+"""From raw text to training batches: tokenizer, `cem prepare`, dataset directories, loaders."""

@@ -1,0 +1,216 @@
+"""Batches of token windows: shuffled for training, in order for evaluation.
+
+B windows a batch · J targets a window (J+1 tokens) · R rows of a batch that this process reads
+
+Training windows are numbered n = step·B + row through the whole run. Number n goes to source s of
+the mixture as its window i (see `Mixture.choose`); with W windows in the source that is epoch
+i // W, place i % W of the epoch's own permutation. Epochs follow each other without a gap, so no
+window is dropped at their borders, and a batch depends on nothing but (seed, step).
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from jaxtyping import Int32, Int64, Integer
+
+from cem_jax.data.mixture import Mixture, single
+from cem_jax.data.shuffle import hashed, permuted
+from cem_jax.data.store import Dataset, TokenStream, num_windows
+from cem_jax.errors import UserError
+
+_STEPS = 1 << 60  # a length for grain: more steps than any run has
+
+
+class TrainLoader:
+    """Shuffled windows of a dataset or mixture, as a pure function of (seed, step).
+
+    `rows` are the rows of the global batch that this process reads; None: all. Raises UserError
+    when the split is missing, smaller than a window, or has fewer windows than a batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset | Mixture,
+        *,
+        split: str = "train",
+        context: int,
+        global_batch: int,
+        seed: int,
+        document_mask: bool = False,
+        prefetch: int = 2,
+        rows: slice | None = None,
+    ):
+        self.mixture = dataset if isinstance(dataset, Mixture) else single(dataset)
+        self._context = context
+        self._batch = global_batch
+        self._seed = seed
+        self._document_mask = document_mask
+        self._prefetch = prefetch
+        self._rows_R = np.arange(global_batch, dtype=np.int64)[rows or slice(None)]
+        windows = []
+        for source in self.mixture.sources:
+            _require_window(source, split, context)
+            windows.append(num_windows(source.split(split).tokens, context))
+        self._windows_S = windows
+        if self.windows_per_epoch < global_batch:
+            paths = " and ".join(str(source.path) for source in self.mixture.sources)
+            raise UserError(
+                f"{paths}, split {split!r}: dataset has {self.windows_per_epoch} windows of "
+                f"{context + 1} tokens, the batch needs {global_batch}; lower train.global_batch "
+                "or data.context, or add data"
+            )
+        self._streams = [TokenStream(source, split) for source in self.mixture.sources]
+        self._separators = _Separators(self.mixture) if document_mask else None
+
+    @property
+    def windows_per_epoch(self) -> int:
+        """Windows of all sources together."""
+        return sum(self._windows_S)
+
+    def epoch(self, step: int) -> float:
+        """Windows drawn before `step` over windows there are; in mixtures, over all sources."""
+        return step * self._batch / self.windows_per_epoch
+
+    def windows(self, step: int) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
+        """(source, window within the source's stream) of each row of a batch."""
+        source_R, within_R = self.mixture.choose(step * self._batch + self._rows_R)
+        size_R = np.asarray(self._windows_S, np.int64)[source_R]
+        epoch_R, place_R = np.divmod(within_R, size_R)
+        key_R = hashed(self._seed, source_R, epoch_R)
+        window_R = np.empty_like(place_R)
+        for source in np.unique(source_R):
+            own = source_R == source
+            window_R[own] = permuted(place_R[own], self._windows_S[source], key_R[own])
+        return source_R, window_R
+
+    def batch(self, step: int) -> dict[str, Int32[np.ndarray, "R J+1"]]:
+        """{"tokens"} of one step, with "segments" (document numbers) under `document_mask`.
+
+        Raises UserError where a token id lies outside the tokenizer's vocabulary.
+        """
+        source_R, window_R = self.windows(step)
+        tokens_RT = np.empty((len(source_R), self._context + 1), np.int32)
+        for row, (source, window) in enumerate(zip(source_R, window_R, strict=True)):
+            self._streams[source].read_into(int(window) * self._context, tokens_RT[row])
+        if tokens_RT.max(initial=0) >= self.mixture.vocab_size:
+            self._refuse(source_R, window_R, tokens_RT)
+        batch = {"tokens": tokens_RT}
+        if self._separators is not None:
+            batch["segments"] = self._separators.segments(tokens_RT)
+        return batch
+
+    def iterate(self, start_step: int) -> "BatchIterator":
+        """(step, batch) from `start_step` on, made ahead by grain's threads."""
+        return BatchIterator(self, start_step, self._prefetch)
+
+    def _refuse(self, source_R: np.ndarray, window_R: np.ndarray, tokens_RT: np.ndarray) -> None:
+        limit = self.mixture.vocab_size
+        row, column = np.argwhere(tokens_RT >= limit)[0]
+        index = int(window_R[row]) * self._context + int(column)
+        raise UserError(
+            f"{self._streams[source_R[row]].locate(index)}: id {tokens_RT[row, column]} does not "
+            f"fit the tokenizer's vocabulary of {limit}"
+        )
+
+
+class BatchIterator(Iterator[tuple[int, dict[str, np.ndarray]]]):
+    """Batches in step order from grain, whose element is a whole batch."""
+
+    def __init__(self, loader: TrainLoader, start_step: int, prefetch: int):
+        import grain  # takes a second to import
+
+        # One thread: batches come off memory-mapped files, and more only fight over the GIL.
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+        source = _BatchSource(loader, start_step)
+        self._step = start_step
+        self._batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+
+    def __next__(self) -> tuple[int, dict[str, np.ndarray]]:
+        batch = next(self._batches)
+        step, self._step = self._step, self._step + 1
+        return step, batch
+
+    def close(self) -> None:
+        """Stop making batches and end grain's thread."""
+        self._batches.close()
+
+
+class _BatchSource:
+    """grain's random-access source: element i is the batch of step start + i."""
+
+    def __init__(self, loader: TrainLoader, start: int):
+        self._loader, self._start = loader, start
+
+    def __len__(self) -> int:
+        return _STEPS
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self._loader.batch(self._start + index)
+
+
+def eval_batches(
+    dataset: Dataset,
+    split: str,
+    *,
+    context: int,
+    batch: int,
+    limit: int | None = None,
+    document_mask: bool = False,
+) -> Iterator[dict[str, np.ndarray]]:
+    """A whole split in order, every token but its stream's first a target exactly once.
+
+    Yields {"tokens": int32 [B, J+1], "weights": float32 [B, J]} and "segments" under
+    `document_mask`; weight 1 marks a real target, 0 the padding of the last window and batch.
+    At most `limit` batches. Raises UserError, at the call, when the split is missing or smaller
+    than a window.
+    """
+    _require_window(dataset, split, context)
+    separators = _Separators(single(dataset)) if document_mask else None
+    stream = TokenStream(dataset, split)
+    starts = range(0, len(stream) - 1, context * batch)[:limit]
+    return (_eval_batch(stream, start, context, batch, separators) for start in starts)
+
+
+def _eval_batch(
+    stream: TokenStream, start: int, context: int, batch: int, separators: "_Separators | None"
+) -> dict[str, np.ndarray]:
+    tokens_BT = np.zeros((batch, context + 1), np.int32)
+    weights_BJ = np.zeros((batch, context), np.float32)
+    for row in range(batch):
+        first = start + row * context
+        count = min(context + 1, len(stream) - first)
+        if count < 2:
+            break
+        stream.read_into(first, tokens_BT[row, :count])
+        weights_BJ[row, : count - 1] = 1.0
+    result = {"tokens": tokens_BT, "weights": weights_BJ}
+    if separators is not None:
+        result["segments"] = separators.segments(tokens_BT)
+    return result
+
+
+class _Separators:
+    """Finds the documents within windows."""
+
+    def __init__(self, mixture: Mixture):
+        before, after = mixture.load_tokenizer().separator_ids(mixture.separator)
+        self._first = before[0] if before else None
+        self._last = after[0] if after else None
+
+    def segments(self, tokens_BT: Integer[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T"]:
+        """Documents counted within each window: one starts at its bos, or else after an eos."""
+        if self._first is not None:
+            starts_BT = tokens_BT == self._first
+        else:
+            starts_BT = np.zeros(tokens_BT.shape, bool)
+            starts_BT[:, 1:] = tokens_BT[:, :-1] == self._last
+        return np.cumsum(starts_BT, axis=1, dtype=np.int32)
+
+
+def _require_window(dataset: Dataset, split: str, context: int) -> None:
+    tokens = dataset.split(split).tokens
+    if tokens < context + 1:
+        raise UserError(
+            f"{dataset.path}, split {split!r}: {tokens} tokens are less than one window of "
+            f"data.context + 1 = {context + 1}"
+        )

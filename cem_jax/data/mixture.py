@@ -1,0 +1,128 @@
+"""Datasets mixed by weight: which source the n-th window comes from, as a pure function of n."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from jaxtyping import Int64
+
+from cem_jax.data.store import Dataset, open_dataset
+from cem_jax.data.tokenizer import Tokenizer
+from cem_jax.errors import UserError
+
+_FINEST = 1_000_000  # weights are kept to one part in a million
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Datasets with one tokenizer and separator, and integer shares of the windows."""
+
+    sources: tuple[Dataset, ...]
+    shares: tuple[int, ...]
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self.sources[0].tokenizer_hash
+
+    @property
+    def vocab_size(self) -> int:
+        return self.sources[0].vocab_size
+
+    @property
+    def separator(self) -> str:
+        return self.sources[0].separator
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all contents and shares; a lone dataset's is its own."""
+        if len(self.sources) == 1:
+            return self.sources[0].fingerprint
+        parts = zip(self.sources, self.shares, strict=True)
+        return " + ".join(f"{share}·{source.fingerprint}" for source, share in parts)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer that all sources share."""
+        return self.sources[0].load_tokenizer()
+
+    def choose(
+        self, index_N: Int64[np.ndarray, " N"]
+    ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
+        """For window numbers n >= 0: the source of each, and its number within the source.
+
+        Exact and evenly spread: among the first n windows each share is met to within the
+        number of sources, and every source's numbers run 0, 1, 2, … without gaps.
+        """
+        within_N = index_N.astype(np.int64)
+        source_N = np.full_like(within_N, len(self.sources) - 1)
+        open_N = np.ones(within_N.shape, bool)
+        left = sum(self.shares)
+        for source, share in enumerate(self.shares[:-1]):
+            before_N = within_N * share // left
+            taken_N = open_N & ((within_N + 1) * share // left > before_N)
+            source_N[taken_N] = source
+            # Windows not taken are renumbered among themselves and go on to the next source.
+            rest_N = open_N & ~taken_N
+            within_N = np.where(taken_N, before_N, np.where(rest_N, within_N - before_N, within_N))
+            open_N = rest_N
+            left -= share
+        return source_N, within_N
+
+
+def single(dataset: Dataset) -> Mixture:
+    """A mixture of one."""
+    return Mixture((dataset,), (1,))
+
+
+def open_mixture(entries: Sequence[str]) -> Mixture:
+    """Open `directory=weight` entries; weights are positive and need not add up to anything.
+
+    Raises UserError with every malformed entry, unusable dataset, and difference in tokenizer
+    or separator.
+    """
+    problems: list[str] = []
+    sources: list[Dataset] = []
+    weights: list[Fraction] = []
+    for entry in entries:
+        directory, _, weight = entry.rpartition("=")
+        try:
+            value = Fraction(weight)
+        except (ValueError, ZeroDivisionError):
+            value = Fraction(0)
+        if not directory or value <= 0:
+            problems.append(f"mixture entry {entry!r} is not directory=weight with a weight > 0")
+            continue
+        try:
+            sources.append(open_dataset(directory))
+            weights.append(value)
+        except UserError as error:
+            problems += error.messages
+    if not entries:
+        problems.append("the mixture is empty: give directory=weight entries")
+    for other in sources[1:]:
+        problems += _mismatch(sources[0], other)
+    if problems:
+        raise UserError(*problems)
+    return Mixture(tuple(sources), _integer_shares(weights))
+
+
+def _mismatch(first: Dataset, other: Dataset) -> list[str]:
+    problems = []
+    if other.tokenizer_hash != first.tokenizer_hash:
+        problems.append(
+            f"{first.path} was made with tokenizer {first.tokenizer_hash}, {other.path} with "
+            f"{other.tokenizer_hash}: a mixture needs one tokenizer"
+        )
+    if other.separator != first.separator:
+        problems.append(
+            f"{first.path} has separator {first.separator!r}, {other.path} {other.separator!r}"
+        )
+    return problems
+
+
+def _integer_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
+    total = sum(weights)
+    shares = [max(1, round(weight / total * _FINEST)) for weight in weights]
+    divisor = math.gcd(*shares)
+    return tuple(share // divisor for share in shares)
