@@ -3,8 +3,8 @@
     ξ(u_i | h_i) = −γ_i · φ(tied u_i)              γ_i = multiplier h_i, fixed over the steps
     F_i = P tiedᵀ ( γ_i ∘ σ(tied u_i) )            φ' = σ
 
-A layer works in the hidden coordinates z = tied u: the force there is −∂ξ/∂z = γ ∘ σ(z), and P tiedᵀ,
-one folded weight, carries it back to the residual stream.
+A layer works in the hidden coordinates z = tied u: the force there is −∂ξ/∂z = γ ∘ σ(z), and
+P tiedᵀ, one folded weight, carries it back to the residual stream.
 
 Shapes: B leading axes · J positions · D model dim · M MLP dim.
 """

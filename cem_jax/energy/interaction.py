@@ -6,7 +6,7 @@
 
 and its force, preconditioned (Eq. 3, 14), with α_ijk = softmax_j s_ijk:
 
-    F_i = Σ_k P_k ( W^Q_kᵀ o_ik [ + d_k ∘ a_ik ] )      o_ik = Σ_j α_ijk k_jk     a_ik = Σ_j α_ijk h_j
+    F_i = Σ_k P_k ( W^Q_kᵀ o_ik [ + d_k ∘ a_ik ] )     o_ik = Σ_j α_ijk k_jk    a_ik = Σ_j α_ijk h_j
 
 The bracket is the diagonal's own gradient; Algorithm 1 leaves it out.
 
@@ -212,10 +212,10 @@ def interaction_force(
     diagonal_in_update: bool = False,
     preconditioner: Float[Array, "K D D"] | None = None,
 ) -> Float[Array, "*B J D"]:
-    """F_i = Σ_k P_k (W^Q_kᵀ o_ik [ + d_k ∘ a_ik ]) (Eq. 3, 14), in closed form and with P written out.
+    """F_i = Σ_k P_k (W^Q_kᵀ o_ik [ + d_k ∘ a_ik ]) (Eq. 3, 14), in closed form, P written out.
 
-    `diagonal_in_update` adds the bracket; with it and without P the force is −∂ε/∂u. Other arguments
-    as in `interaction_energy`.
+    `diagonal_in_update` adds the bracket; with it and without P the force is −∂ε/∂u. Other
+    arguments as in `interaction_energy`.
     """
     u, h, query, key, diagonal = same_dtype(u, h, query, key, diagonal)
     exact = diagonal_in_update and diagonal is not None

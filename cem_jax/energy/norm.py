@@ -30,7 +30,7 @@ def force_at_state(
 ) -> Float[Array, "*B D"]:
     """The force on x of an energy whose force at u = RMSNorm(x) is `force`.
 
-    at_u: the same (the paper's). scaled: weight ∘ force, which restores descent for learned weights.
+    at_u: the same (the paper's). scaled: weight ∘ force, restoring descent for learned weights.
     full: (∂u/∂x)ᵀ force, the exact chain rule.
     """
     if norm_gradient == "at_u":

@@ -14,7 +14,7 @@ SLOPE_SCHEMES = ("power_of_two", "press")
 
 
 class Rotary(NamedTuple):
-    """Rotary coordinates: `positions` [J] or [..., J], counted in tokens, and the base of the angles."""
+    """Rotary coordinates: `positions` [J] or [..., J] in tokens, and the base of the angles."""
 
     positions: Int[Array, "*B J"]
     base: float = 10_000.0
@@ -23,8 +23,9 @@ class Rotary(NamedTuple):
 def alibi_slopes(num_heads: int, scheme: str = "power_of_two") -> Float[np.ndarray, " K"]:
     """m_k of the logit −m_k (i − j), one a head, float32. Raises ValueError on an unknown scheme.
 
-    power_of_two (Appendix B): m_k = 2^−k, k = 1..K. press (Press et al. 2022): m_k = 2^(−8k/K); where K
-    is no power of two, those of the power of two below, then every other one of the power above.
+    power_of_two (Appendix B): m_k = 2^−k, k = 1..K. press (Press et al. 2022): m_k = 2^(−8k/K);
+    where K is no power of two, those of the power of two below, then every other one of the power
+    above.
     """
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1; got {num_heads}")

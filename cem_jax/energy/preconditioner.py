@@ -25,7 +25,7 @@ class Preconditioner(NamedTuple):
 
 
 def precondition(x: Float[Array, "*N F D"], p: Preconditioner | None) -> Float[Array, "*N F D"]:
-    """Rows x P (P is symmetric), in the dtype of `x`: applies P to vectors, or folds it into a weight.
+    """Rows x P (P is symmetric), in the dtype of `x`: P applied to vectors or folded into a weight.
 
     A P for each head goes with rows that have the heads' axis in front, [K, F, D].
     """

@@ -12,7 +12,7 @@ from cem_jax.kernels.inputs import Inputs, accumulator
 
 
 def scores(inputs: Inputs, tau: float) -> jax.Array:
-    """s_ijk, [..., K, J, J]: (k_jk·q_ik + g_i·h_j)/τ − m_k(i−j) + β_k[i=j], −∞ where j is hidden."""
+    """s_ijk = (k_jk·q_ik + g_i·h_j)/τ − m_k(i−j) + β_k[i=j], −∞ for hidden j. [..., K, J, J]."""
     q, k, g, h, slopes, self_bias, segments = inputs
     dtype = accumulator(q.dtype)
     product = dict(preferred_element_type=dtype)
