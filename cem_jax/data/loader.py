@@ -1,6 +1,6 @@
 """Batches of token windows: shuffled for training, in order for evaluation.
 
-B windows a batch · J targets a window (J+1 tokens) · R rows of a batch that this process reads
+B windows a batch · R of its rows in this process · S steps · J targets a window (J+1 tokens)
 
 Training windows are numbered n = step·B + row through the whole run. Number n goes to source s of
 the mixture as its window i (see `Mixture.choose`); with W windows in the source that is epoch
@@ -8,6 +8,7 @@ i // W, place i % W of the epoch's own permutation. Epochs follow each other wit
 window is dropped at their borders, and a batch depends on nothing but (seed, step).
 """
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +19,7 @@ from cem_jax.data.shuffle import hashed, permuted
 from cem_jax.data.store import Dataset, TokenStream, num_windows
 from cem_jax.errors import UserError
 
+_BLOCK_WINDOWS = 8192  # window numbers computed at once
 _STEPS = 1 << 60  # a length for grain: more steps than any run has
 
 
@@ -51,7 +53,7 @@ class TrainLoader:
         for source in self.mixture.sources:
             _require_window(source, split, context)
             windows.append(num_windows(source.split(split).tokens, context))
-        self._windows_S = windows
+        self._windows_of = windows
         if self.windows_per_epoch < global_batch:
             paths = " and ".join(str(source.path) for source in self.mixture.sources)
             raise UserError(
@@ -59,13 +61,15 @@ class TrainLoader:
                 f"{context + 1} tokens, the batch needs {global_batch}; lower train.global_batch "
                 "or data.context, or add data"
             )
+        self._block_steps = max(1, _BLOCK_WINDOWS // max(1, len(self._rows_R)))
+        self._block = functools.lru_cache(maxsize=2)(self._draw_block)
         self._streams = [TokenStream(source, split) for source in self.mixture.sources]
         self._separators = _Separators(self.mixture) if document_mask else None
 
     @property
     def windows_per_epoch(self) -> int:
         """Windows of all sources together."""
-        return sum(self._windows_S)
+        return sum(self._windows_of)
 
     def epoch(self, step: int) -> float:
         """Windows drawn before `step` over windows there are; in mixtures, over all sources."""
@@ -73,15 +77,23 @@ class TrainLoader:
 
     def windows(self, step: int) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
         """(source, window within the source's stream) of each row of a batch."""
-        source_R, within_R = self.mixture.choose(step * self._batch + self._rows_R)
-        size_R = np.asarray(self._windows_S, np.int64)[source_R]
-        epoch_R, place_R = np.divmod(within_R, size_R)
-        key_R = hashed(self._seed, source_R, epoch_R)
-        window_R = np.empty_like(place_R)
-        for source in np.unique(source_R):
-            own = source_R == source
-            window_R[own] = permuted(place_R[own], self._windows_S[source], key_R[own])
-        return source_R, window_R
+        block, place = divmod(step, self._block_steps)
+        source_SR, window_SR = self._block(block)
+        return source_SR[place], window_SR[place]
+
+    def _draw_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """`windows` of consecutive steps at once: NumPy costs microseconds a call, not a number."""
+        steps_S = np.arange(block * self._block_steps, (block + 1) * self._block_steps)
+        number_SR = steps_S[:, None] * self._batch + self._rows_R
+        source_N, within_N = self.mixture.choose(number_SR.ravel())
+        size_N = np.asarray(self._windows_of, np.int64)[source_N]
+        epoch_N, place_N = np.divmod(within_N, size_N)
+        key_N = hashed(self._seed, source_N, epoch_N)
+        window_N = np.empty_like(place_N)
+        for source, size in enumerate(self._windows_of):
+            own = source_N == source
+            window_N[own] = permuted(place_N[own], size, key_N[own])
+        return source_N.reshape(number_SR.shape), window_N.reshape(number_SR.shape)
 
     def batch(self, step: int) -> dict[str, Int32[np.ndarray, "R J+1"]]:
         """{"tokens"} of one step, with "segments" (document numbers) under `document_mask`.

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-_ROUNDS = 8
+_ROUNDS = 6
 _U = np.uint64
 
 

@@ -1,0 +1,23 @@
+"""Small corpora written and read back without the code under test."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from cem_jax.data.store import Dataset
+
+MakeDataset = Callable[..., Dataset]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def all_tokens(dataset: Dataset, split: str) -> np.ndarray:
+    """The split's stream by plain np.load, as anyone could."""
+    shards = dataset.splits[split].shards
+    return np.concatenate([np.load(dataset.path / shard.file) for shard in shards])
