@@ -9,7 +9,11 @@ import zstandard
 from cem_jax.data.compression import BadFile
 from cem_jax.data.readers import BadRecord, document_text, read_records
 
-PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.ZstdCompressor(write_checksum=True).compress}
+PACKED = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+}
 
 
 def read(path, column="text"):
@@ -50,7 +54,7 @@ def test_concatenated_frames_and_truncation(tmp_path, packing):
     assert len(read(path)) == 1998
     for cut in (len(first + second) - 1, len(first) + 9, len(first) // 2, 3, 1):
         path.write_bytes((first + second)[:cut])
-        with pytest.raises(BadFile, match="truncated|not intact"):
+        with pytest.raises(BadFile, match=r"truncated|not intact"):
             read(path)
     path.write_bytes(b"")
     with pytest.raises(BadFile, match="empty"):

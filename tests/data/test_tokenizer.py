@@ -86,7 +86,7 @@ def test_missing_separator_piece_is_refused_with_a_hint(texts, tmp_path):
     )  # fmt: skip
     tokenizer = Tokenizer.load(f"{prefix}.model")
     assert tokenizer.eos_id is None
-    with pytest.raises(UserError, match="no eos piece.*--separator bos"):
+    with pytest.raises(UserError, match=r"no eos piece.*--separator bos"):
         tokenizer.separator_ids("both")
 
 
