@@ -18,7 +18,7 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array, Float, Int
 
 from cem_jax.kernels import blockwise, dense
-from cem_jax.kernels.inputs import Inputs, validated
+from cem_jax.kernels.inputs import Inputs, number, validated
 from cem_jax.kernels.linear import project, readout
 
 __all__ = [
@@ -54,7 +54,7 @@ def log_partition(
     the interaction matrix; a `g` without head axis is shared by the heads, its tile computed once.
     `implementation`: dense (every score written out), blockwise (O(J) memory), or auto.
     `block_sizes`: positions of a query and a key block. `interpret`: for Pallas implementations.
-    Raises ValueError on shapes that do not fit.
+    `tau` is a number, not differentiated. Raises ValueError on shapes that do not fit.
     """
     inputs = validated(q, k, g, h, slopes, self_bias, segments)
     return _log_partition(inputs, tau, implementation, block_sizes, interpret, head_sum=False)
@@ -75,18 +75,18 @@ def total_log_partition(
 
 def attend(
     q, k, g=None, h=None, *, tau, slopes=None, self_bias=None, segments=None,
-    context="none", implementation="auto", block_sizes=None, interpret=None,
+    v=None, context="none", implementation="auto", block_sizes=None, interpret=None,
 ):  # fmt: skip
     """What the derivatives are made of: (lse [*B K J], o [*B J K R], a).
 
-    o_ik = Σ_j α_ijk k_jk. `context`: "none" (a is None), "summed": a_i = Σ_k Σ_j α_ijk h_j
+    o_ik = Σ_j α_ijk k_jk, or Σ_j α_ijk v_jk where values of their own are given. `context`: "none" (a is None), "summed": a_i = Σ_k Σ_j α_ijk h_j
     [*B J D], or "per_head": a_ik = Σ_j α_ijk h_j [*B J K D]. o and a are float32, or float64 for
     float64 inputs.
     """
-    inputs = validated(q, k, g, h, slopes, self_bias, segments)
+    inputs = validated(q, k, g, h, slopes, self_bias, segments, v)
     if context != "none" and h is None:
         raise ValueError(f"context={context!r} averages h, which is not given")
-    return _implementation(implementation, block_sizes, interpret)(inputs, tau, context)
+    return _implementation(implementation, block_sizes, interpret)(inputs, number(tau), context)
 
 
 def _implementation(name: str, block_sizes, interpret):
@@ -99,11 +99,17 @@ def _implementation(name: str, block_sizes, interpret):
         raise ValueError(f"interpret is for Pallas kernels; implementation={name!r} is plain XLA")
     if name == "dense":
         return dense.attend
-    return partial(blockwise.attend, blocks=block_sizes)
+    if block_sizes is None:
+        return partial(blockwise.attend, blocks=None)
+    blocks = tuple(int(size) for size in block_sizes)
+    if len(blocks) != 2 or min(blocks) < 1:
+        raise ValueError(f"block_sizes must be two positive numbers; got {block_sizes}")
+    return partial(blockwise.attend, blocks=blocks)
 
 
 def _log_partition(inputs: Inputs, tau, implementation, block_sizes, interpret, head_sum):
     fused = _implementation(implementation, block_sizes, interpret)
+    tau = number(tau)
     if implementation == "dense":
         lse_BKJ = dense.log_partition(inputs, tau)
         return lse_BKJ.sum(-2) if head_sum else lse_BKJ
@@ -160,7 +166,8 @@ def _backward(static, residuals, lse_bar):
         g_bar = a * (scale_BJK1 if per_head else scale_BJK1[..., 0, :])
         g_bar = g_bar.astype(inputs.g.dtype)
     q_bar = (scale_BJK1 * o_BJKR).astype(inputs.q.dtype)
-    return (Inputs(q_bar, None, g_bar, None, None, None, None),)
+    nothing = dict.fromkeys(Inputs._fields)
+    return (Inputs(**{**nothing, "q": q_bar, "g": g_bar}),)
 
 
 _fused_log_partition.defvjp(_forward, _backward, symbolic_zeros=True)

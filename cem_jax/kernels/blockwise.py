@@ -1,4 +1,4 @@
-"""Attention whose keys are its values, tile by tile: O(J) memory on every platform.
+"""Attention, its keys as values or with values of their own, tile by tile: O(J) memory anywhere.
 
 One scan visits the tiles on or below the diagonal, row after row; a tile is [B, K, I, N] scores.
 The backward pass is written out, so nothing of a tile outlives its visit.
@@ -9,9 +9,9 @@ block · X, Y number of query and key blocks.
 
 Per row i and head k, with c = 1/τ, p = softmax of s, e the gradient of a and E_ij = e_i·h_j:
 
-    lse_i = log Σ_j exp s_ij        o_i = Σ_j p_ij k_j        a_i = Σ_j p_ij h_j
-    dS_ij = p_ij (do_i·k_j + E_ij − Δ_i)     Δ_i = do_i·o_i + Σ_j p_ij E_ij − dlse_i
-    dq_i = c Σ_j dS_ij k_j          dk_j = Σ_i (c dS_ij q_i + p_ij do_i)
+    lse_i = log Σ_j exp s_ij        o_i = Σ_j p_ij v_j        a_i = Σ_j p_ij h_j
+    dS_ij = p_ij (do_i·v_j + E_ij − Δ_i)     Δ_i = do_i·o_i + Σ_j p_ij E_ij − dlse_i
+    dq_i = c Σ_j dS_ij k_j          dk_j = c Σ_i dS_ij q_i     dv_j = Σ_i p_ij do_i, into dk if v is k
     dg_i = c Σ_j dS_ij h_j          dh_j = Σ_i (c dS_ij g_i + p_ij e_i)
     dm = −Σ_ij (i − j) dS_ij        dβ = Σ_i dS_ii
 """
@@ -40,6 +40,7 @@ class Blocked(NamedTuple):
 
     q: jax.Array  # [X, B, K, I, R]
     k: jax.Array  # [Y, B, K, N, R]
+    v: jax.Array | None  # [Y, B, K, N, R]; None: the keys
     g: jax.Array | None  # [X, B, G, I, D]
     h: jax.Array | None  # [Y, B, 1, N, D]
     slopes: jax.Array | None  # [K]
@@ -61,9 +62,9 @@ def attend(inputs: Inputs, tau: float, context: str, blocks: tuple[int, int] | N
     """
     leading = inputs.q.shape[:-3]
     positions = inputs.q.shape[-3]
-    plan = Plan(tau, context, tuple(blocks or default_blocks(positions)))
+    plan = Plan(tau, context, blocks or default_blocks(positions))
     flat = Inputs(
-        *(x if x is None else x.reshape(-1, *x.shape[len(leading) :]) for x in inputs[:4]),
+        *(x if x is None else x.reshape(-1, *x.shape[len(leading) :]) for x in inputs[:5]),
         inputs.slopes,
         inputs.self_bias,
         None if inputs.segments is None else inputs.segments.reshape(-1, positions),
@@ -99,14 +100,17 @@ def _attend_backward(plan: Plan, residuals, cotangents):
     blocked = _cut(inputs, plan)
     # exp(s − ∞) = 0: the rows that padding added take no part
     lse_XBKI = _cut_heads_first(lse_BKJ, block, padding=jnp.inf)
-    delta_BKJ = jnp.einsum("bjkr,bjkr->bkj", do_BJKR, o_BJKR) - dlse_BKJ
+    # rounded first: do·k − do·o of a row that sees one key is then 0 in low precision too
+    do_BJKR = do_BJKR.astype(inputs.q.dtype)
+    do_o_BKJ = jnp.einsum("bjkr,bjkr->bkj", do_BJKR.astype(o_BJKR.dtype), o_BJKR)
+    delta_BKJ = do_o_BKJ - dlse_BKJ
     delta_XBKI = _cut_heads_first(delta_BKJ, block)
     e_XBCID = None
     if plan.context != "none":
         per_head = da if plan.context == "per_head" else da[:, :, None]
         e_XBCID = _cut_positions(per_head.astype(inputs.q.dtype), block)
         delta_XBKI += _sweep_delta(blocked, lse_XBKI, e_XBCID, plan)
-    do_XBKIR = _cut_positions(do_BJKR.astype(inputs.q.dtype), block)
+    do_XBKIR = _cut_positions(do_BJKR, block)
     grads = _sweep_backward(blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, plan)
     return (_uncut_gradients(grads, inputs),)
 
@@ -182,8 +186,8 @@ def _sweep_forward(blocked: Blocked, plan: Plan):
         new_peak = jnp.maximum(old_peak, s_BKIN.max(-1))
         weight_BKIN = jnp.exp(s_BKIN - new_peak[..., None])
         keep = jnp.exp(old_peak - new_peak)
-        k_BKNR = blocked.k[y]
-        fresh_o = _product("bkin,bknr->bkir", weight_BKIN.astype(k_BKNR.dtype), k_BKNR)
+        v_BKNR = blocked.k[y] if blocked.v is None else blocked.v[y]
+        fresh_o = _product("bkin,bknr->bkir", weight_BKIN.astype(v_BKNR.dtype), v_BKNR)
         return (
             peak.at[x].set(new_peak),
             total.at[x].set(total[x] * keep + weight_BKIN.sum(-1)),
@@ -231,15 +235,21 @@ def _sweep_backward(blocked: Blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, p
 
     def visit(grads: Blocked, x, y):
         q, k, do = blocked.q[x], blocked.k[y], do_XBKIR[x]
+        v = k if blocked.v is None else blocked.v[y]
         p = _probabilities(blocked, lse_XBKI, x, y, plan)
-        dp = _product("bkir,bknr->bkin", do, k)
+        dp = _product("bkir,bknr->bkin", do, v)
         if e_XBCID is not None:
             dp += _product("bcid,bnd->bcin", e_XBCID[x], blocked.h[y][:, 0])
         ds = p * (dp - delta_XBKI[x][..., None])
         grads = _add_bias_gradients(grads, ds, x, y, plan)
         scaled = c * ds
         ds, p_low = scaled.astype(q.dtype), p.astype(q.dtype)
-        dk = _product("bkin,bkir->bknr", ds, q) + _product("bkin,bkir->bknr", p_low, do)
+        dk = _product("bkin,bkir->bknr", ds, q)
+        dv = _product("bkin,bkir->bknr", p_low, do)
+        if blocked.v is None:
+            dk += dv
+        else:
+            grads = grads._replace(v=grads.v.at[y].add(dv))
         grads = grads._replace(
             q=grads.q.at[x].add(_product("bkin,bknr->bkir", ds, k)), k=grads.k.at[y].add(dk)
         )
@@ -295,6 +305,7 @@ def _cut(inputs: Inputs, plan: Plan) -> Blocked:
     return Blocked(
         _cut_positions(inputs.q, queries),
         _cut_positions(inputs.k, keys),
+        None if inputs.v is None else _cut_positions(inputs.v, keys),
         g,
         h,
         inputs.slopes,
@@ -338,6 +349,7 @@ def _uncut_gradients(grads: Blocked, inputs: Inputs) -> Inputs:
     joined = Inputs(
         _join(grads.q, positions),
         _join(grads.k, positions),
+        None if grads.v is None else _join(grads.v, positions),
         None if grads.g is None else _join(grads.g, positions).reshape(inputs.g.shape),
         None if grads.h is None else _join(grads.h, positions).reshape(inputs.h.shape),
         grads.slopes,

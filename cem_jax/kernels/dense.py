@@ -13,7 +13,7 @@ from cem_jax.kernels.inputs import Inputs, accumulator
 
 def scores(inputs: Inputs, tau: float) -> jax.Array:
     """s_ijk = (k_jk·q_ik + g_i·h_j)/τ − m_k(i−j) + β_k[i=j], −∞ for hidden j. [..., K, J, J]."""
-    q, k, g, h, slopes, self_bias, segments = inputs
+    q, k, _, g, h, slopes, self_bias, segments = inputs
     dtype = accumulator(q.dtype)
     product = dict(preferred_element_type=dtype)
     s_BKIJ = jnp.einsum("...ikr,...jkr->...kij", q, k, **product)
@@ -52,7 +52,8 @@ def attend(
     lse_BKJ = jax.nn.logsumexp(s_BKIJ, axis=-1)
     p_BKIJ = jnp.exp(s_BKIJ - lse_BKJ[..., None]).astype(inputs.q.dtype)
     product = dict(preferred_element_type=s_BKIJ.dtype)
-    o_BJKR = jnp.einsum("...kij,...jkr->...ikr", p_BKIJ, inputs.k, **product)
+    values = inputs.k if inputs.v is None else inputs.v
+    o_BJKR = jnp.einsum("...kij,...jkr->...ikr", p_BKIJ, values, **product)
     subscripts = {"summed": "...kij,...jd->...id", "per_head": "...kij,...jd->...ikd"}
     a = None
     if context != "none":

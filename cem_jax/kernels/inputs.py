@@ -11,6 +11,7 @@ class Inputs(NamedTuple):
 
     q: jax.Array  # [B, J, K, R]
     k: jax.Array  # [B, J, K, R]
+    v: jax.Array | None  # [B, J, K, R]; None: the keys are the values
     g: jax.Array | None  # d∘u: [B, J, D] shared by the heads, or [B, J, K, D]
     h: jax.Array | None  # [B, J, D]
     slopes: jax.Array | None  # m, [K]
@@ -23,18 +24,29 @@ def accumulator(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def validated(q, k, g=None, h=None, slopes=None, self_bias=None, segments=None) -> Inputs:
+def number(tau):
+    """`tau` as a Python float, which no array is promoted by; a traced one as it is."""
+    if isinstance(tau, jax.core.Tracer):
+        return tau
+    if not float(tau) > 0:
+        raise ValueError(f"tau must be positive; got {tau}")
+    return float(tau)
+
+
+def validated(q, k, g=None, h=None, slopes=None, self_bias=None, segments=None, v=None) -> Inputs:
     """Array-likes as `Inputs`; raises ValueError with the shapes where they do not fit together."""
-    raw = (q, k, g, h, slopes, self_bias, segments)
+    raw = (q, k, v, g, h, slopes, self_bias, segments)
     inputs = Inputs(*(None if x is None else jnp.asarray(x) for x in raw))
-    q, k, g, h, slopes, self_bias, segments = inputs
+    q, k, v, g, h, slopes, self_bias, segments = inputs
     if q.ndim < 3 or q.shape != k.shape:
         raise ValueError(f"q and k must both be [..., J, K, R]; got {q.shape} and {k.shape}")
+    if v is not None and v.shape != k.shape:
+        raise ValueError(f"v must be [..., J, K, R] like k {k.shape}; got {v.shape}")
     *leading, positions, heads, _ = q.shape
     if (g is None) != (h is None):
         raise ValueError("g and h belong together: give both or neither")
     if h is not None:
-        model_dim = h.shape[-1]
+        model_dim = h.shape[-1] if h.ndim else 0
         if h.shape != (*leading, positions, model_dim):
             raise ValueError(f"h must be [..., J, D] beside q {q.shape}; got {h.shape}")
         if g.shape not in (
@@ -49,8 +61,8 @@ def validated(q, k, g=None, h=None, slopes=None, self_bias=None, segments=None) 
             raise ValueError(f"{name} must be [K] = [{heads}]; got {value.shape}")
     if segments is not None and segments.shape != (*leading, positions):
         raise ValueError(f"segments must be [..., J] beside q {q.shape}; got {segments.shape}")
-    dtype = jnp.result_type(*(x for x in (q, k, g, h) if x is not None))
+    dtype = jnp.result_type(*(x for x in (q, k, v, g, h) if x is not None))
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"q, k, g, h must be floating; got {dtype}")
-    q, k, g, h = (None if x is None else x.astype(dtype) for x in (q, k, g, h))
-    return Inputs(q, k, g, h, slopes, self_bias, segments)
+    q, k, v, g, h = (None if x is None else x.astype(dtype) for x in (q, k, v, g, h))
+    return Inputs(q, k, v, g, h, slopes, self_bias, segments)
