@@ -30,7 +30,7 @@ def _silu_antiderivative(x):
 
     ψ(a) = a·w − Li₂(−e^−a), Li₂ by its series in w. Off by at most 4e-11 in float64.
     """
-    a = jnp.abs(x)
+    a = jnp.minimum(jnp.abs(x), 1e3)  # from 745 on e^−a is 0, and a·w too, not ∞·0
     w = jnp.log1p(jnp.exp(-a))
     psi = a * w + w + sum(c * w**n for n, c in _SERIES)
     return jnp.where(x >= 0, 0.5 * x * x - jnp.pi**2 / 6 + psi, -psi)
@@ -38,6 +38,7 @@ def _silu_antiderivative(x):
 
 def _gelu_antiderivative(x):
     """½[(x² − 1)Φ(x) + x·Φ'(x)]."""
+    x = jnp.maximum(x, -40.0)  # φ(−40) is 0; far below, x²Φ(x) would be ∞·0
     cumulative = 0.5 * jax.lax.erfc(-x / jnp.sqrt(jnp.asarray(2.0, x.dtype)))
     return 0.5 * ((x * x - 1.0) * cumulative + x * norm.pdf(x))
 
@@ -66,9 +67,17 @@ def activation(name: str) -> Function:
 
 
 def antiderivative(name: str) -> Function:
-    """φ by name, with φ' = σ and φ(−∞) = 0. Raises ValueError on an unknown name."""
+    """φ by name, with φ' = σ and φ(−∞) = 0, computed in float32 or better, in the dtype of `x`.
+
+    Raises ValueError on an unknown name.
+    """
     phi = _lookup(_ANTIDERIVATIVES, name)
-    return lambda x: phi(_floating(x))
+
+    def function(x):
+        x = _floating(x)
+        return phi(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
+
+    return function
 
 
 def _floating(x) -> jax.Array:

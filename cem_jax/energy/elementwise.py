@@ -27,7 +27,7 @@ def elementwise_energy(
     activation: str = "silu",
 ) -> Float[Array, "*B J"]:
     """ξ(u_i | h_i) = −γ_i·φ(tied u_i) (Eq. 7), in float32 or better."""
-    u, gamma, tied = same_dtype(u, gamma, tied)
+    u, gamma, tied = _fitting(*same_dtype(u, gamma, tied))
     return hidden_energy(project(u, tied), gamma, activation=activation)
 
 
@@ -40,9 +40,20 @@ def elementwise_force(
     preconditioner: Float[Array, "D D"] | None = None,
 ) -> Float[Array, "*B J D"]:
     """F_i = P tiedᵀ(γ_i ∘ σ(tied u_i)) (Eq. 15), written out; without P, −∂ξ/∂u (Eq. 8)."""
-    u, gamma, tied = same_dtype(u, gamma, tied)
+    u, gamma, tied = _fitting(*same_dtype(u, gamma, tied))
     force = readout(hidden_force(project(u, tied), gamma, activation=activation), tied)
     return force if preconditioner is None else project(force, jnp.asarray(preconditioner))
+
+
+def _fitting(u, gamma, tied):
+    """The arrays again; raises ValueError where their shapes do not fit together."""
+    if u.ndim < 1 or tied.ndim != 2 or tied.shape[-1] != u.shape[-1]:
+        raise ValueError(f"tied must be [M, D] beside u [..., D]; got {tied.shape} and {u.shape}")
+    if gamma.shape != (*u.shape[:-1], tied.shape[0]):
+        raise ValueError(
+            f"gamma must be [..., M] = {(*u.shape[:-1], tied.shape[0])}; got {gamma.shape}"
+        )
+    return u, gamma, tied
 
 
 def hidden_energy(

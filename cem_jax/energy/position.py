@@ -47,7 +47,7 @@ def rotate(
 ) -> Float[Array, "*B J K R"]:
     """rot(i) x_i, in the dtype of `x`: coordinates (r, r + R/2) turn by i · base^(−2r/R).
 
-    `inverse` turns back: rot(i)ᵀ. Raises ValueError for odd R.
+    `inverse` turns back: rot(i)ᵀ. Raises ValueError for odd R and for positions that do not fit.
     """
     if rotary is None:
         return x_BJKR
@@ -57,6 +57,9 @@ def rotate(
     dtype = jnp.promote_types(x_BJKR.dtype, jnp.float32)
     frequencies = jnp.asarray(rotary.base, dtype) ** (-jnp.arange(0, width, 2, dtype=dtype) / width)
     positions = jnp.asarray(rotary.positions).astype(dtype)
+    expected = x_BJKR.shape[:-2]
+    if positions.ndim == 0 or positions.shape != expected[len(expected) - positions.ndim :]:
+        raise ValueError(f"rotary positions must be [J] or {expected}; got {positions.shape}")
     angles = positions[..., None, None] * frequencies.reshape((1,) * (positions.ndim + 1) + (-1,))
     angles = jnp.expand_dims(angles, range(x_BJKR.ndim - angles.ndim))
     cos, sin = jnp.cos(angles), jnp.sin(-angles if inverse else angles)

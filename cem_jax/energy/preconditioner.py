@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from cem_jax.energy.arrays import same_dtype
+
 
 class Preconditioner(NamedTuple):
     """P in factors."""
@@ -48,13 +50,21 @@ def preconditioner_matrix(
     left: Float[Array, "*H D S"] | None = None,
     right: Float[Array, "*H D S"] | None = None,
 ) -> Float[Array, "*H D D"]:
-    """P written out (Eq. 13); `right` None is the psd form, `left` None a diagonal P."""
-    diagonal = jnp.asarray(diagonal)
+    """P written out (Eq. 13); `right` None is the psd form, `left` None a diagonal P.
+
+    Raises ValueError on shapes that do not fit.
+    """
+    diagonal, left, right = same_dtype(diagonal, left, right)
     matrix = jax.nn.softplus(diagonal)[..., None] * jnp.expand_dims(
         jnp.eye(diagonal.shape[-1], dtype=diagonal.dtype), range(diagonal.ndim - 1)
     )
     if left is None:
         return matrix
-    left = jnp.asarray(left)
-    product = left @ jnp.matrix_transpose(left if right is None else jnp.asarray(right))
+    right_shape = left.shape if right is None else right.shape
+    if left.shape[:-1] != diagonal.shape or right_shape != left.shape:
+        raise ValueError(
+            f"left and right must be [..., D, S] beside diagonal {diagonal.shape}; "
+            f"got {left.shape} and {right_shape}"
+        )
+    product = left @ jnp.matrix_transpose(left if right is None else right)
     return matrix + (product if right is None else product + jnp.matrix_transpose(product))

@@ -18,12 +18,14 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array, Float, Int
 
 from cem_jax.kernels import blockwise, dense
+from cem_jax.kernels.cached import attend_cached
 from cem_jax.kernels.inputs import Inputs, number, validated
 from cem_jax.kernels.linear import project, readout
 
 __all__ = [
     "IMPLEMENTATIONS",
     "attend",
+    "attend_cached",
     "log_partition",
     "project",
     "readout",
@@ -79,9 +81,9 @@ def attend(
 ):  # fmt: skip
     """What the derivatives are made of: (lse [*B K J], o [*B J K R], a).
 
-    o_ik = Σ_j α_ijk k_jk, or Σ_j α_ijk v_jk where values of their own are given. `context`: "none" (a is None), "summed": a_i = Σ_k Σ_j α_ijk h_j
-    [*B J D], or "per_head": a_ik = Σ_j α_ijk h_j [*B J K D]. o and a are float32, or float64 for
-    float64 inputs.
+    o_ik = Σ_j α_ijk k_jk, or Σ_j α_ijk v_jk where values of their own are given. `context`: "none"
+    (a is None), "summed": a_i = Σ_k Σ_j α_ijk h_j [*B J D], or "per_head": a_ik = Σ_j α_ijk h_j
+    [*B J K D]. o and a are float32, or float64 for float64 inputs.
     """
     inputs = validated(q, k, g, h, slopes, self_bias, segments, v)
     if context != "none" and h is None:

@@ -11,7 +11,7 @@ Per row i and head k, with c = 1/τ, p = softmax of s, e the gradient of a and E
 
     lse_i = log Σ_j exp s_ij        o_i = Σ_j p_ij v_j        a_i = Σ_j p_ij h_j
     dS_ij = p_ij (do_i·v_j + E_ij − Δ_i)     Δ_i = do_i·o_i + Σ_j p_ij E_ij − dlse_i
-    dq_i = c Σ_j dS_ij k_j          dk_j = c Σ_i dS_ij q_i     dv_j = Σ_i p_ij do_i, into dk if v is k
+    dq_i = c Σ_j dS_ij k_j          dk_j = c Σ_i dS_ij q_i    dv_j = Σ_i p_ij do_i, to dk if v is k
     dg_i = c Σ_j dS_ij h_j          dh_j = Σ_i (c dS_ij g_i + p_ij e_i)
     dm = −Σ_ij (i − j) dS_ij        dβ = Σ_i dS_ii
 """
