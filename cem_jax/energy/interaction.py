@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from cem_jax.energy.arrays import same_dtype
 from cem_jax.energy.position import Rotary, rotate
 from cem_jax.energy.preconditioner import Preconditioner, precondition
-from cem_jax.kernels import attend, project, readout, total_log_partition
+from cem_jax.kernels import attend, attend_cached, project, readout, total_log_partition
 
 
 class Context(NamedTuple):
@@ -41,6 +41,7 @@ class Context(NamedTuple):
     self_bias: Float[Array, " K"] | None = None
     rotary: Rotary | None = None
     segments: Int[Array, "*B J"] | None = None
+    start: Int[Array, ""] | None = None  # decoding: k and h are caches, the first query is here
 
 
 def heads_apart(
@@ -75,33 +76,43 @@ def energy_of_query(q, g, context: Context, *, tau: float, **kernel) -> Float[Ar
         segments=context.segments,
         **kernel,
     )
-    return -tau * lse_BJ
+    return (-tau * lse_BJ).astype(lse_BJ.dtype)
 
 
 def force_on_query(q, g, context: Context, *, exact: bool, update: str, tau: float, **kernel):
     """(o, a) = −∂ε/∂(q, g), in the dtype of `q`; a is None unless `exact`.
 
-    update="autodiff" asks `jax.grad` of the energy, "closed_form" the attention kernel.
+    update="autodiff" asks `jax.grad` of the energy, "closed_form" the attention kernel. Over a cache
+    the force is always the closed form.
     """
+    shape = "none" if not exact else "per_head" if g.ndim == q.ndim else "summed"
+    scores = dict(tau=tau, slopes=context.slopes, self_bias=context.self_bias)
+    if context.start is not None:
+        turned = rotate(q, context.rotary)
+        o, a = attend_cached(
+            turned, context.k, g, context.h, start=context.start, context=shape, **scores
+        )
+        return _in_query_coordinates(o, a, q, context)
     if update == "autodiff":
         if not exact:
             energy = lambda q: energy_of_query(q, g, context, tau=tau, **kernel).sum()
             return -jax.grad(energy)(q), None
         energy = lambda q, g: energy_of_query(q, g, context, tau=tau, **kernel).sum()
         return jax.tree.map(jnp.negative, jax.grad(energy, argnums=(0, 1))(q, g))
-    shape = "none" if not exact else "per_head" if g.ndim == q.ndim else "summed"
     _, o, a = attend(
         rotate(q, context.rotary),
         context.k,
         g,
         context.h,
-        tau=tau,
-        slopes=context.slopes,
-        self_bias=context.self_bias,
         segments=context.segments,
         context=shape,
+        **scores,
         **kernel,
     )
+    return _in_query_coordinates(o, a, q, context)
+
+
+def _in_query_coordinates(o, a, q, context: Context):
     o = rotate(o.astype(q.dtype), context.rotary, inverse=True)
     return o, None if a is None else a.astype(q.dtype)
 
@@ -161,6 +172,25 @@ def context_of(
     return Context(k_BJKR, h if diagonal else None, slopes, self_bias, rotary, segments)
 
 
+def _fitting(u, h, query, key, diagonal):
+    """The arrays again; raises ValueError where their shapes do not fit together."""
+    if u.shape != h.shape or u.ndim < 2:
+        raise ValueError(f"u and h must both be [..., J, D]; got {u.shape} and {h.shape}")
+    model_dim = u.shape[-1]
+    if query.shape != key.shape or query.ndim != 3 or query.shape[-1] != model_dim:
+        raise ValueError(
+            f"query and key must both be [K, R, D] with D = {model_dim}; "
+            f"got {query.shape} and {key.shape}"
+        )
+    heads = query.shape[0]
+    if diagonal is not None and diagonal.shape not in ((model_dim,), (heads, model_dim)):
+        raise ValueError(
+            f"diagonal must be [D] = [{model_dim}] or [K, D] = [{heads}, {model_dim}]; "
+            f"got {diagonal.shape}"
+        )
+    return u, h, query, key, diagonal
+
+
 def interaction_energy(
     u: Float[Array, "*B J D"],
     h: Float[Array, "*B J D"],
@@ -181,7 +211,7 @@ def interaction_energy(
     `segments`: document ids; a position sees its own document only. ∂ε is with respect to u alone:
     h, h_i included, is held. Raises ValueError on shapes that do not fit.
     """
-    u, h, query, key, diagonal = same_dtype(u, h, query, key, diagonal)
+    u, h, query, key, diagonal = _fitting(*same_dtype(u, h, query, key, diagonal))
     context = context_of(
         h,
         key,
@@ -217,7 +247,7 @@ def interaction_force(
     `diagonal_in_update` adds the bracket; with it and without P the force is −∂ε/∂u. Other
     arguments as in `interaction_energy`.
     """
-    u, h, query, key, diagonal = same_dtype(u, h, query, key, diagonal)
+    u, h, query, key, diagonal = _fitting(*same_dtype(u, h, query, key, diagonal))
     exact = diagonal_in_update and diagonal is not None
     context = context_of(
         h,
@@ -245,4 +275,11 @@ def interaction_force(
         by_head += a_BJKD * jnp.expand_dims(diagonal, range(by_head.ndim - 2))
     if preconditioner is None:
         return by_head.sum(-2)
-    return jnp.einsum("...kd,kde->...e", by_head, jnp.asarray(preconditioner).astype(u.dtype))
+    heads, _, model_dim = query.shape
+    p_KDD = jnp.asarray(preconditioner).astype(u.dtype)
+    if p_KDD.shape != (heads, model_dim, model_dim):
+        raise ValueError(
+            f"preconditioner must be [K, D, D] = [{heads}, {model_dim}, {model_dim}]; "
+            f"got {p_KDD.shape}"
+        )
+    return jnp.einsum("...kd,ked->...e", by_head, p_KDD)

@@ -1,0 +1,53 @@
+"""Attention of a few new queries over a cache of keys: decoding.
+
+Shapes: B batch · N new positions · C cache length · K heads · R head dim · D model dim.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from cem_jax.kernels.inputs import accumulator
+
+
+def attend_cached(
+    q: Float[Array, "B N K R"],
+    k: Float[Array, "B C K R"],
+    g: Float[Array, "B N D"] | Float[Array, "B N K D"] | None = None,
+    h: Float[Array, "B C D"] | None = None,
+    *,
+    start: Int[Array, ""],
+    tau: float,
+    slopes: Float[Array, " K"] | None = None,
+    self_bias: Float[Array, " K"] | None = None,
+    v: Float[Array, "B C K R"] | None = None,
+    context: str = "none",
+) -> tuple[Array, Array | None]:
+    """(o, a) of `kernels.attend` for queries at positions start … start+N−1 of the cache.
+
+    Whatever stands in the cache after a query's own position is not seen.
+    """
+    dtype = accumulator(q.dtype)
+    product = dict(preferred_element_type=dtype)
+    s_BKNC = jnp.einsum("bnkr,bckr->bknc", q, k, **product)
+    if g is not None:
+        subscripts = "bnkd,bcd->bknc" if g.ndim == q.ndim else "bnd,bcd->bnc"
+        diagonal = jnp.einsum(subscripts, g, h, **product)
+        s_BKNC += diagonal if g.ndim == q.ndim else diagonal[:, None]
+    s_BKNC /= tau
+    i = start + jnp.arange(q.shape[1])
+    distance_NC = i[:, None] - lax.iota(jnp.int32, k.shape[1])[None, :]
+    if slopes is not None:
+        s_BKNC -= (slopes.astype(dtype)[:, None, None] * distance_NC[None])[None]
+    if self_bias is not None:
+        beta_K11 = self_bias.astype(dtype)[:, None, None]
+        s_BKNC += jnp.where(distance_NC[None] == 0, beta_K11, 0.0)[None]
+    s_BKNC = jnp.where((distance_NC >= 0)[None, None], s_BKNC, -jnp.inf)
+    weight_BKNC = jnp.exp(s_BKNC - s_BKNC.max(-1, keepdims=True))
+    p_BKNC = (weight_BKNC / weight_BKNC.sum(-1, keepdims=True)).astype(q.dtype)
+    o_BNKR = jnp.einsum("bknc,bckr->bnkr", p_BKNC, k if v is None else v, **product)
+    a = None
+    if context != "none":
+        subscripts = {"summed": "bknc,bcd->bnd", "per_head": "bknc,bcd->bnkd"}[context]
+        a = jnp.einsum(subscripts, p_BKNC, h, **product)
+    return o_BNKR, a
