@@ -56,21 +56,19 @@ def find_files(inputs: Sequence[str]) -> FoundFiles:
     for given in inputs:
         usable = 0
         others: set[Path] = set()
-        for root, path in _expand(given, problems):
+        told = len(problems)
+        for path, split in _expand(given, problems):
             if file_format(path) is None:
                 others.add(path)
-                if root == path:
-                    problems.append(f"{path}: unknown format; known are {', '.join(FORMATS)}")
                 continue
             usable += 1
-            if not os.access(path, os.R_OK):
-                problems.append(f"{path} cannot be read: permission denied")
+            if os.access(path, os.R_OK):
+                found.setdefault(path.resolve(), SourceFile(path, path.stat().st_size, split))
             else:
-                file = SourceFile(path, path.stat().st_size, _split_of(root, path))
-                found.setdefault(path.resolve(), file)
-        if not usable and Path(given).is_dir():
+                problems.append(f"{path} cannot be read")
+        if not usable and len(problems) == told:
             holds = f"only {_suffixes(others)} files" if others else "nothing"
-            problems.append(f"{given} holds {holds}; known formats are {', '.join(FORMATS)}")
+            problems.append(f"{given} gives {holds}; known formats are {', '.join(FORMATS)}")
         ignored |= others
     if problems:
         raise UserError(*problems)
@@ -78,41 +76,51 @@ def find_files(inputs: Sequence[str]) -> FoundFiles:
     return FoundFiles(tuple(files), tuple(sorted(ignored)))
 
 
-def _expand(given: str, problems: list[str]) -> Iterator[tuple[Path, Path]]:
-    """(the folder or file given, a file in it) pairs; adds what is wrong to `problems`."""
+def _expand(given: str, problems: list[str]) -> Iterator[tuple[Path, str | None]]:
+    """(file, split) for everything an input stands for; adds what is wrong to `problems`."""
     path = Path(given)
-    if path.is_dir():
-        yield from ((path, inside) for inside in _walk(path))
-    elif path.exists():
-        yield path, path
+    if path.exists():
+        yield from _below(path, problems)
     elif glob.has_magic(given):
         matches = sorted(glob.glob(given, recursive=True))
         if not matches:
             problems.append(f"{given} matches no file")
-        for match in map(Path, matches):
-            if match.is_dir():
-                yield from ((match, inside) for inside in _walk(match))
-            elif file_format(match) is not None or len(matches) == 1:
-                yield match, match
+        for match in matches:
+            yield from _below(Path(match), problems)
     else:
         problems.append(f"{given} does not exist")
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder, followlinks=True):
+def _below(path: Path, problems: list[str]) -> Iterator[tuple[Path, str | None]]:
+    if not path.is_dir():
+        yield path, _split_of(Path(os.path.abspath(path)).parts[1:-1][-2:])
+        return
+    own = Path(os.path.abspath(path)).name
+    for inside in _walk(path, problems):
+        yield inside, _split_of((own, *inside.relative_to(path).parent.parts))
+
+
+def _walk(folder: Path, problems: list[str]) -> Iterator[Path]:
+    """Files below a folder, hidden ones apart; links are followed, each folder is entered once."""
+    entered: set[str] = set()
+
+    def unreadable(error: OSError) -> None:
+        problems.append(f"{error.filename} cannot be read: {error.strerror}")
+
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=unreadable):
+        real = os.path.realpath(parent)
+        if real in entered:
+            folders.clear()
+            continue
+        entered.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
 
 
-def _split_of(root: Path, path: Path) -> str | None:
-    if root == path:
-        folders = Path(os.path.abspath(path)).parent.parts[1:][-2:]
-    else:
-        folders = (Path(os.path.abspath(root)).name, *path.relative_to(root).parent.parts)
-    for folder in reversed(folders):
-        if folder.lower() in _SPLIT_FOLDERS:
-            return _SPLIT_FOLDERS[folder.lower()]
-    return None
+def _split_of(folders: Sequence[str]) -> str | None:
+    """The split that the innermost telling folder names."""
+    named = (_SPLIT_FOLDERS.get(folder.lower()) for folder in reversed(folders))
+    return next(filter(None, named), None)
 
 
 def _suffixes(paths: Iterable[Path]) -> str:

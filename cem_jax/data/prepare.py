@@ -126,9 +126,9 @@ def _check_inputs(
 
 @dataclass
 class _FileTally:
-    documents: int = 0
     records: int = 0
     missing_column: int = 0
+    bad: bool = False
 
 
 @dataclass
@@ -143,6 +143,7 @@ class _Corpus:
     cases: list[str] = field(default_factory=list)
     bad_files: list[str] = field(default_factory=list)
     tallies: dict[int, _FileTally] = field(default_factory=dict)
+    judged: int = 0  # files before this one
     documents: collections.Counter[str] = field(default_factory=collections.Counter)
     tokens: collections.Counter[str] = field(default_factory=collections.Counter)
     bytes: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -174,6 +175,7 @@ class _Corpus:
 
     def add(self, encoded: Encoded) -> None:
         """Count one encoded batch; batches come in order."""
+        self._judge_files_before(encoded.file)
         tally = self.tallies[encoded.file]
         path = self.files[encoded.file].path
         for line, reason in encoded.dropped:
@@ -185,20 +187,13 @@ class _Corpus:
             self.documents[name] += part.documents
             self.tokens[name] += part.ids.size
             self.bytes[name] += part.bytes
-            tally.documents += part.documents
         tally.records += len(encoded.dropped) + sum(p.documents for p in encoded.parts.values())
         self.progress.made(self.documents.total(), self.tokens.total())
 
     def finish(self) -> None:
-        """Judge whole files and the corpus; raises UserError when nothing or too little is left."""
+        """Judge what is left to judge; raises UserError when no document was usable."""
         self.progress.close()
-        for index, tally in self.tallies.items():
-            if tally.records and tally.missing_column == tally.records:
-                self._bad_file(index, f"has no column {self.column!r} in any record")
-            elif not tally.records and not any(
-                bad.startswith(f"{self.files[index].path}: ") for bad in self.bad_files
-            ):
-                self._note(self.dropped, "empty_file", f"{self.files[index].path}: empty_file")
+        self._judge_files_before(len(self.files))
         if not self.documents.total():
             raise UserError(
                 f"no usable document in {len(self.files)} input file(s); dropped: "
@@ -250,6 +245,17 @@ class _Corpus:
             print(f"cem: warning: bad file: {bad}", file=sys.stderr)
         return {"cases": self.cases, "bad_files": self.bad_files}
 
+    def _judge_files_before(self, end: int) -> None:
+        """Files whose records all came: a column missing throughout is the file's fault."""
+        for index in range(self.judged, end):
+            tally = self.tallies[index]
+            if tally.records and tally.missing_column == tally.records:
+                self._bad_file(index, f"has no column {self.column!r} in any record")
+            elif not tally.records and not tally.bad:
+                path = self.files[index].path
+                self._note(self.dropped, "empty_file", f"{path}: empty_file")
+        self.judged = max(self.judged, end)
+
     def _note(self, counts: collections.Counter[str], reason: str, case: str) -> None:
         counts[reason] += 1
         if len(self.cases) < _CASES:
@@ -259,6 +265,7 @@ class _Corpus:
         message = f"{self.files[index].path}: {fault}"
         if not self.skip_bad_files:
             raise UserError(f"{message} (--skip-bad-files goes on without it)")
+        self.tallies[index].bad = True
         self.bad_files.append(message)
 
 

@@ -27,7 +27,7 @@ from cem_jax.errors import UserError
 FORMAT = 1
 DESCRIPTION = "dataset.json"
 MODEL = "tokenizer.model"
-_SCAN_LIMIT = 1 << 30  # tokens of a split read at start-up in search of ids that do not fit
+_SCAN_LIMIT = 1 << 28  # tokens of a split read at start-up in search of ids that do not fit
 _SCAN_BLOCK = 1 << 22
 
 
@@ -177,7 +177,7 @@ def check_dataset(path: str | os.PathLike[str]) -> dict:
 def check_token_ids(dataset: Dataset, vocab_size: int) -> None:
     """Raise UserError unless every token id, and the tokenizer, fits `vocab_size` pieces.
 
-    Reads the first 2³⁰ tokens of every split (under a second); loaders check what they read
+    Reads the first 2²⁸ tokens of every split (under a second); loaders check what they read
     against the tokenizer's size, so a damaged shard beyond that is found too.
     """
     problems = []

@@ -12,6 +12,7 @@ from cem_jax.data.readers import BadFile, BadRecord, document_text, read_records
 from cem_jax.errors import UserError
 
 SAMPLE_BYTES = 32 << 20  # text that the trainer sees; BPE needs about 20 times that in memory
+_LEAST_SHARE = 64 << 10  # of a file, when there are too many files to read of all
 _CHUNK_CHARS = 2000
 # The trainer drops every sentence that holds one of its own marks, and NUL cannot be in a piece.
 # Text is cut there instead; byte fallback still encodes them, a tab as one token.
@@ -53,11 +54,14 @@ def train_model(documents: Iterable[str], vocab_size: int, model_type: str = "bp
 
 
 def sample_documents(files: Sequence[SourceFile], *, column: str, sample_bytes: int) -> list[str]:
-    """At most about `sample_bytes` of text, taken from the head of every file in equal shares.
+    """At most about `sample_bytes` of text, taken from the heads of the files in equal shares.
 
-    What small files leave of their share goes to the files after them. Bad records are passed
-    over; a bad file raises UserError, as does a corpus without any usable document.
+    What small files leave of their share goes to the larger ones; of very many files every
+    n-th is read. Bad records are passed over; a bad file raises UserError, as does a corpus
+    without any usable document.
     """
+    if sum(file.size for file in files) > sample_bytes:
+        files = files[:: -(-len(files) * _LEAST_SHARE // sample_bytes)]
     documents: list[str] = []
     left = sample_bytes
     problems = []

@@ -63,7 +63,26 @@ def test_every_fault_at_once(tmp_path):
     with pytest.raises(UserError) as caught:
         find_files(inputs)
     told = caught.value.messages
-    assert len(told) == 5
-    for message, words in zip(told, ("does not exist", "matches no file", "only .py files",
-                                     "holds nothing", "unknown format"), strict=True):  # fmt: skip
+    expected = ("nowhere does not exist", "no*match matches no file", "gives only .py files",
+                "gives nothing", "a.py gives only .py files")  # fmt: skip
+    for message, words in zip(told, expected, strict=True):
         assert words in message
+
+
+def test_globs_report_what_they_leave_out(tmp_path):
+    touch(tmp_path / "a.txt")
+    other = touch(tmp_path / "b.md")
+    found = find_files([str(tmp_path / "*")])
+    assert [file.path.name for file in found.files] == ["a.txt"]
+    assert found.ignored == (other,)
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path):
+    touch(tmp_path / "c" / "a.txt")
+    touch(tmp_path / "elsewhere" / "b.txt")
+    (tmp_path / "c" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "c" / "circle").symlink_to(tmp_path / "c")
+    assert sorted(splits(tmp_path / "c")) == ["a.txt", "b.txt"]
+    (tmp_path / "c" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"gone\.txt cannot be read"):
+        splits(tmp_path / "c")

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cem_jax.data import tokenizer as tokenizer_module
+from cem_jax.data.files import find_files
 from cem_jax.data.tokenizer import Tokenizer
-from cem_jax.data.tokenizer_training import train_model
+from cem_jax.data.tokenizer_training import sample_documents, train_model
 from cem_jax.errors import UserError
 
 
@@ -114,6 +115,18 @@ def test_missing_model_is_named(tmp_path):
 def test_vocabularies_that_do_not_fit(texts, size, message):
     with pytest.raises(UserError, match=f"--vocab-size {size} is {message}.*[0-9]+"):
         train_model(texts, size)
+
+
+def test_samples_take_from_every_file_within_the_limit(tmp_path, texts):
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text(str(i) * (10_000 if i == 0 else 1_000_000))
+    files = find_files([str(tmp_path)]).files
+    sample = sample_documents(files, column="text", sample_bytes=910_000)
+    assert [(text[0], len(text)) for text in sample] == [
+        ("0", 10_000), *((digit, 300_000) for digit in "123"),
+    ]  # fmt: skip
+    whole = sample_documents(files, column="text", sample_bytes=1 << 22)
+    assert sum(map(len, whole)) == 3_010_000
 
 
 def arguments(**values):
