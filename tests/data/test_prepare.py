@@ -1,4 +1,5 @@
 import argparse
+import fcntl
 import gzip
 import json
 import shutil
@@ -202,6 +203,17 @@ def test_leftovers_of_a_killed_run_are_cleared(tmp_path, texts, model_file):
     assert names <= {
         "dataset.json", "tokenizer.model", "train/tokens-00000.npy", "validation/tokens-00000.npy",
     }  # fmt: skip
+    assert left_behind(tmp_path) == ["out"]
+
+
+def test_two_writers_of_one_output_do_not_meet(tmp_path, texts, model_file):
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    (tmp_path / "out.partial").mkdir()
+    with (tmp_path / "out.partial" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process is writing"):
+            prepare([str(tmp_path / "a.jsonl")], model_file, tmp_path / "out")
+    prepare([str(tmp_path / "a.jsonl")], model_file, tmp_path / "out")
     assert left_behind(tmp_path) == ["out"]
 
 
