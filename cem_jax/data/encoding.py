@@ -4,7 +4,10 @@ import collections
 import hashlib
 import itertools
 import multiprocessing
+import multiprocessing.connection
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -130,4 +133,11 @@ def encode_batch(batch: Batch) -> Encoded:
 
 def _start_worker(encoder: Encoder) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends the workers
+    threading.Thread(target=_follow_parent, daemon=True).start()
     encoder.start()
+
+
+def _follow_parent() -> None:
+    """End with the parent, even one killed outright: the pool alone would wait for ever."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)

@@ -3,6 +3,11 @@ import fcntl
 import gzip
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -215,6 +220,39 @@ def test_two_writers_of_one_output_do_not_meet(tmp_path, texts, model_file):
             prepare([str(tmp_path / "a.jsonl")], model_file, tmp_path / "out")
     prepare([str(tmp_path / "a.jsonl")], model_file, tmp_path / "out")
     assert left_behind(tmp_path) == ["out"]
+
+
+def worker_processes(parent):
+    children = subprocess.run(["pgrep", "-P", str(parent)], capture_output=True, text=True)
+    return [int(pid) for pid in children.stdout.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_killed_runs_leave_no_dataset_and_no_workers(tmp_path, texts, model_file, number):
+    write_jsonl(tmp_path / "a.jsonl", texts * 300)
+    code = (
+        "from cem_jax.data.prepare import prepare\n"
+        "if __name__ == '__main__':\n"
+        f"    prepare([{str(tmp_path / 'a.jsonl')!r}], {str(model_file)!r},"
+        f" {str(tmp_path / 'out')!r}, workers=2)\n"
+    )
+    (tmp_path / "job.py").write_text(code)
+    job = subprocess.Popen([sys.executable, tmp_path / "job.py"], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("out.partial/train/*")):
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    workers = worker_processes(job.pid)
+    assert len(workers) >= 2
+    job.send_signal(number)
+    assert job.wait(60) != 0
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (tmp_path / "out").exists()
+    if number == signal.SIGINT:
+        assert left_behind(tmp_path) == []
 
 
 def test_command_and_check(tmp_path, texts, model_file, capsys):
