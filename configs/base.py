@@ -37,7 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
     a.diagonal_in_update = False  # False: Algorithm 1; True: the exact gradient
     a.position = "alibi"  # alibi | rope | none (llama: the same)
     a.alibi_slopes = "power_of_two"  # m_k = 2^-k | press: 2^(-8k/K)
-    a.self_bias = True  # one learned logit β_k for j = i (cem only)
+    a.self_bias = True  # one learned logit β_k a head for j = i
     a.rope_base = 10_000.0
     a.tau = "sqrt_head_dim"  # sqrt_head_dim | sqrt_model_dim | a decimal, as a string
     a.preconditioner = "diagonal_low_rank"  # none | diagonal | diagonal_low_rank

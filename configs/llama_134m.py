@@ -20,6 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.attention.heads = 12
     c.model.attention.steps = 1
     c.model.attention.position = "rope"
+    c.model.attention.self_bias = False
 
     c.model.mlp.kind = "gated"
     c.model.mlp.dim = 2048

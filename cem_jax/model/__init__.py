@@ -1,0 +1,8 @@
+"""The layers and the decoder as Flax NNX modules: parameters, names and axes; no mathematics."""
+
+from cem_jax.model.attention import CEMAttention
+from cem_jax.model.llama import GatedMLP, LlamaAttention
+from cem_jax.model.mlp import CEMMLP
+from cem_jax.model.transformer import Block, Transformer
+
+__all__ = ["CEMMLP", "Block", "CEMAttention", "GatedMLP", "LlamaAttention", "Transformer"]

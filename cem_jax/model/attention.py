@@ -1,0 +1,154 @@
+"""CEM attention: T steps down the interaction energy.
+
+Shapes: B batch · J positions · C cache length · N new positions · D model dim · K heads ·
+R head dim.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from cem_jax.config import ModelConfig
+from cem_jax.energy import Preconditioner, Rotary, alibi_slopes, precondition
+from cem_jax.energy.interaction import (
+    Context,
+    context_of,
+    diagonal_coordinates,
+    energy_of_query,
+    force_on_state,
+    heads_apart,
+)
+from cem_jax.model.parameters import constant, matrix, preconditioner
+from cem_jax.model.sublayer import CEMSublayer, positions_of
+
+
+class Frame(NamedTuple):
+    """What of h and of the weights stays fixed over the steps."""
+
+    context: Context
+    folded: Float[Array, "K R D"]  # W^Q_k P_k
+    preconditioner: Preconditioner | None
+
+
+class Cache(NamedTuple):
+    """What decoding remembers: keys, which are the values too, and h if there is a diagonal."""
+
+    k: Float[Array, "B C K R"]
+    h: Float[Array, "B C D"] | None
+
+
+class CEMAttention(CEMSublayer):
+    """x + Σ_t η Σ_k P_k(W^Q_kᵀ o_k): attention as gradient steps on ε (Eq. 14, 16)."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        c = config.attention
+        super().__init__(
+            config,
+            steps=c.steps,
+            eta=c.step_size,
+            learn_eta=c.learn_step_size,
+            remat=c.remat_steps,
+        )
+        self.settings = c
+        self.tau = config.tau
+        shape, axes = (c.heads, config.head_dim, config.dim), ("heads", "head_dim", "embed")
+        self.query = matrix(rngs, shape, axes, config.init_std)
+        self.key = matrix(rngs, shape, axes, config.init_std)
+        self.diagonal = _diagonal(config)
+        self.self_bias = constant(0.0, (c.heads,), ("heads",)) if c.self_bias else None
+        heads = c.heads if c.preconditioner_heads == "per_head" else None
+        self.preconditioner = preconditioner(c, config.dim, heads, rngs)
+
+    def frame(self, h: Float[Array, "*B J D"], segments: Int[Array, "*B J"] | None = None) -> Frame:
+        """Keys, and the query weight with the preconditioner folded in."""
+        context = context_of(
+            h,
+            self.key[...],
+            diagonal=self.diagonal is not None,
+            rotary=self._rotary(positions_of(h, None)),
+            segments=segments,
+            **self._biases(),
+        )
+        return self._frame(context)
+
+    def force(self, u: Float[Array, "*B J D"], frame: Frame) -> Float[Array, "*B J D"]:
+        """F(u) = Σ_k P_k(W^Q_kᵀ o_k [ + d_k ∘ a_k ]) (Eq. 14)."""
+        c = self.settings
+        kernel = dict(implementation=c.implementation, block_sizes=c.block_sizes)
+        return force_on_state(
+            u,
+            frame.context,
+            self.query[...],
+            frame.folded,
+            self._d(),
+            frame.preconditioner,
+            exact=c.diagonal_in_update and self.diagonal is not None,
+            update=c.update,
+            tau=self.tau,
+            **kernel,
+        )
+
+    def energy_at(self, u: Float[Array, "*B J D"], frame: Frame) -> Float[Array, "*B J"]:
+        """ε(u_i | h_1:i) (Eq. 2, 12)."""
+        c = self.settings
+        kernel = dict(implementation=c.implementation, block_sizes=c.block_sizes)
+        diagonal = self._d()
+        g = None if diagonal is None else diagonal_coordinates(u, diagonal)
+        q_BJKR = heads_apart(u, self.query[...])
+        return energy_of_query(q_BJKR, g, frame.context, tau=self.tau, **kernel)
+
+    def cache(self, batch: int, length: int, dtype) -> Cache:
+        """An empty cache for `length` positions."""
+        heads, width, dim = self.query[...].shape
+        h = None if self.diagonal is None else jnp.zeros((batch, length, dim), dtype)
+        return Cache(jnp.zeros((batch, length, heads, width), dtype), h)
+
+    def decode(
+        self,
+        x: Float[Array, "B N D"],
+        cache: Cache,
+        start: Int[Array, ""],
+        steps: int | None = None,
+    ) -> tuple[Float[Array, "B N D"], Cache]:
+        """`__call__` for N new positions from `start` on, the earlier ones read from the cache."""
+        h = self.context(x)
+        rotary = self._rotary(positions_of(h, start))
+        new = context_of(h, self.key[...], diagonal=cache.h is not None, rotary=rotary)
+        k = lax.dynamic_update_slice_in_dim(cache.k, new.k, start, axis=1)
+        kept_h = None
+        if cache.h is not None:
+            kept_h = lax.dynamic_update_slice_in_dim(cache.h, h, start, axis=1)
+        context = Context(k, kept_h, rotary=rotary, start=start, **self._biases())
+        state = x if self.residual == "prenorm" else h
+        x = self._descend(state, self._frame(context), steps=steps or self.steps)
+        return x, Cache(k, kept_h)
+
+    def _frame(self, context: Context) -> Frame:
+        p = None if self.preconditioner is None else self.preconditioner.factors()
+        return Frame(context, precondition(self.query[...], p), p)
+
+    def _d(self):
+        return None if self.diagonal is None else self.diagonal[...]
+
+    def _biases(self) -> dict:
+        c = self.settings
+        slopes = alibi_slopes(c.heads, c.alibi_slopes) if c.position == "alibi" else None
+        return dict(
+            slopes=slopes, self_bias=None if self.self_bias is None else self.self_bias[...]
+        )
+
+    def _rotary(self, positions) -> Rotary | None:
+        c = self.settings
+        return Rotary(positions, c.rope_base) if c.position == "rope" else None
+
+
+def _diagonal(config: ModelConfig) -> nnx.Param | None:
+    c = config.attention
+    if c.diagonal == "none":
+        return None
+    if c.diagonal == "shared":
+        return constant(c.diagonal_init, (config.dim,), ("embed",))
+    return constant(c.diagonal_init, (c.heads, config.dim), ("heads", "embed"))

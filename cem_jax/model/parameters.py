@@ -1,0 +1,81 @@
+"""Parameters as modules declare them: values, and what else the program needs to know of each.
+
+A parameter's `axes` name its dimensions (`parallel.mesh` maps the names to devices); `decays` says
+whether weight decay applies: to matrices and embeddings, not to scales, biases and diagonals.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from cem_jax.config import AttentionConfig, MLPConfig, ModelConfig
+from cem_jax.energy import Preconditioner
+
+LOW_RANK_STD = 0.02  # of the preconditioner's left factor (App. D.4)
+INVERSE_SOFTPLUS_OF_1 = math.log(math.e - 1)
+
+
+def matrix(rngs: nnx.Rngs, shape, axes, std: float) -> nnx.Param:
+    """N(0, std²), float32."""
+    value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, axes=axes, decays=True)
+
+
+def constant(value: float, shape, axes) -> nnx.Param:
+    """A scale, bias or diagonal, all of one value, float32."""
+    return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes, decays=False)
+
+
+class PreconditionerParameters(nnx.Module):
+    """p, left and right of P (Eq. 13, App. D.4), one P for each of `heads` or one in all."""
+
+    def __init__(
+        self,
+        config: AttentionConfig | MLPConfig,
+        dim: int,
+        heads: int | None,
+        rngs: nnx.Rngs,
+    ):
+        lead, lead_axes = ((), ()) if heads is None else ((heads,), ("heads",))
+        shape = (*lead, dim, config.preconditioner_rank)
+        axes = (*lead_axes, "embed", "rank")
+        low_rank = config.preconditioner == "diagonal_low_rank"
+        symmetric = low_rank and config.preconditioner_form == "symmetric"
+        # softplus's argument is p·√D, so that p learns at the pace of the other parameters
+        self.scale = math.sqrt(dim)
+        start = {"paper": 1.0, "identity": INVERSE_SOFTPLUS_OF_1}[config.preconditioner_init]
+        self.p = constant(start / self.scale, (*lead, dim), (*lead_axes, "embed"))
+        self.left = matrix(rngs, shape, axes, LOW_RANK_STD) if low_rank else None
+        self.right = matrix(rngs, shape, axes, 0.0) if symmetric else None
+
+    def factors(self) -> Preconditioner:
+        """P as `energy.Preconditioner`."""
+        left = None if self.left is None else self.left[...]
+        right = None if self.right is None else self.right[...]
+        return Preconditioner(self.p[...] * self.scale, left, right)
+
+
+def preconditioner(
+    config: AttentionConfig | MLPConfig, dim: int, heads: int | None, rngs: nnx.Rngs
+) -> PreconditionerParameters | None:
+    """What the configuration asks for; None for P = I."""
+    if config.preconditioner == "none":
+        return None
+    return PreconditionerParameters(config, dim, heads, rngs)
+
+
+def step_size(value: float, learned: bool) -> nnx.Param | float:
+    """η: a number, or a parameter that starts there."""
+    return constant(value, (), ()) if learned else value
+
+
+def number(step: nnx.Param | float):
+    """η as the energies take it."""
+    return step[...] if isinstance(step, nnx.Param) else step
+
+
+def norm_weight(config: ModelConfig) -> nnx.Param:
+    """RMSNorm's weight, 1 at the start."""
+    return constant(1.0, (config.dim,), ("embed",))

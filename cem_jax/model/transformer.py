@@ -1,0 +1,154 @@
+"""The decoder: embedding, blocks of an attention and an MLP sublayer, final norm, output head.
+
+The blocks' parameters are stacked, [L, …], and one compiled block is scanned over them.
+
+Shapes: B batch · J positions · N new positions · D model dim · V vocabulary · L layers.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from cem_jax.config import ModelConfig
+from cem_jax.energy import rms_norm
+from cem_jax.kernels import project
+from cem_jax.model.attention import CEMAttention
+from cem_jax.model.llama import GatedMLP, LlamaAttention
+from cem_jax.model.mlp import CEMMLP
+from cem_jax.model.parameters import matrix, norm_weight
+
+ATTENTION = {"cem": CEMAttention, "llama": LlamaAttention}
+MLP = {"cem": CEMMLP, "gated": GatedMLP}
+
+
+class Block(nnx.Module):
+    """An attention sublayer, then an MLP sublayer."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention = ATTENTION[config.attention.kind](config, rngs=rngs)
+        self.mlp = MLP[config.mlp.kind](config, rngs=rngs)
+
+    def __call__(self, x, segments=None, *, attention_steps=None, mlp_steps=None):
+        return self.mlp(self.attention(x, attention_steps, segments=segments), mlp_steps)
+
+
+class Transformer(nnx.Module):
+    """Tokens to logits. Parameters are float32; `dtype` is that of the computation."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        shape, axes = (config.vocab_size, config.dim), ("vocab", "embed")
+        self.embedding = matrix(rngs, shape, axes, config.init_std)
+        self.head = None if config.tie_embeddings else matrix(rngs, shape, axes, config.init_std)
+        self.blocks = _stacked_blocks(config, rngs.params())
+        self.norm = norm_weight(config)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B J"],
+        segments: Int[Array, "B J"] | None = None,
+        *,
+        dtype=None,
+        attention_steps: int | None = None,
+        mlp_steps: int | None = None,
+    ) -> Float[Array, "B J V"]:
+        """Logits, in `dtype`; position i sees tokens 0..i of its own segment.
+
+        `attention_steps`, `mlp_steps`: T in place of the configured ones; the parameters stay.
+        """
+        x = self.hidden(
+            tokens, segments, dtype=dtype, attention_steps=attention_steps, mlp_steps=mlp_steps
+        )
+        return self.logits(x)
+
+    def hidden(
+        self, tokens, segments=None, *, dtype=None, attention_steps=None, mlp_steps=None
+    ) -> Float[Array, "B J D"]:
+        """The states that the output head reads, after the final norm."""
+        steps = dict(attention_steps=attention_steps, mlp_steps=mlp_steps)
+        graph, layers = nnx.split(self.blocks)
+
+        def apply(x, layer):
+            return nnx.merge(graph, layer)(x, segments, **steps), None
+
+        x = self.embed(tokens, dtype)
+        x = _over_layers(_rematerialised(apply, self.config.remat), x, layers, self.config)[0]
+        return rms_norm(x, self.norm[...], self.config.norm_eps)
+
+    def embed(self, tokens: Int[Array, "B J"], dtype=None) -> Float[Array, "B J D"]:
+        """Embeddings of token ids; out-of-range ids are the caller's fault and give NaN."""
+        x = jnp.take(self.embedding[...], tokens, axis=0, mode="fill", fill_value=jnp.nan)
+        return x if dtype is None else x.astype(dtype)
+
+    def head_weight(self) -> Float[Array, "V D"]:
+        """The output head's rows."""
+        return self.embedding[...] if self.head is None else self.head[...]
+
+    def logits(self, x: Float[Array, "B J D"]) -> Float[Array, "B J V"]:
+        return project(x, self.head_weight())
+
+    def cache(self, batch: int, length: int, dtype, attention_steps: int | None = None) -> Any:
+        """Empty decode caches, stacked over the layers."""
+        graph, layers = nnx.split(self.blocks)
+        reuse = {"steps": attention_steps} if self.config.attention.kind == "llama" else {}
+        one = jax.tree.map(lambda leaf: leaf[0], layers)
+        empty = nnx.merge(graph, one).attention.cache(batch, length, dtype, **reuse)
+        stack = lambda leaf: jnp.broadcast_to(leaf[None], (self.config.layers, *leaf.shape))
+        return jax.tree.map(stack, empty)
+
+    def decode(
+        self,
+        tokens: Int[Array, "B N"],
+        cache: Any,
+        start: Int[Array, ""],
+        *,
+        dtype=None,
+        attention_steps: int | None = None,
+        mlp_steps: int | None = None,
+    ) -> tuple[Float[Array, "B N V"], Any]:
+        """Logits of N new tokens at positions `start` …, and the cache with them in it."""
+        graph, layers = nnx.split(self.blocks)
+
+        def apply(x, layer_and_cache):
+            layer, layer_cache = layer_and_cache
+            block = nnx.merge(graph, layer)
+            x, layer_cache = block.attention.decode(x, layer_cache, start, attention_steps)
+            return block.mlp(x, mlp_steps), layer_cache
+
+        x, cache = jax.lax.scan(apply, self.embed(tokens, dtype), (layers, cache))
+        return self.logits(rms_norm(x, self.norm[...], self.config.norm_eps)), cache
+
+
+def _stacked_blocks(config: ModelConfig, key: Array) -> Block:
+    """A Block whose parameters carry a leading layer axis, each layer drawn from its own key."""
+
+    def one(key):
+        return nnx.to_pure_dict(nnx.state(Block(config, rngs=nnx.Rngs(params=key))))
+
+    stacked = jax.vmap(one)(jax.random.split(key, config.layers))
+    template = nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(template)
+    nnx.replace_by_pure_dict(state, stacked)
+    return nnx.merge(graph, state)
+
+
+def _rematerialised(apply, policy: str):
+    if policy == "none":
+        return apply
+    policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+    return jax.checkpoint(apply, policy=policies[policy], prevent_cse=False)
+
+
+def _over_layers(apply, x, layers, config: ModelConfig):
+    """scan, or the same written out layer by layer (faster to run on CPU, slower to compile)."""
+    if config.scan_layers:
+        return jax.lax.scan(apply, x, layers)
+    unstacked = jax.tree.map(lambda leaf: jnp.split(leaf, config.layers), layers)
+    is_list = lambda node: isinstance(node, list)
+    for index in range(config.layers):
+        layer = jax.tree.map(lambda parts, i=index: parts[i][0], unstacked, is_leaf=is_list)
+        x, _ = apply(x, layer)
+    return x, None
