@@ -1,0 +1,165 @@
+"""Cross-entropy of next tokens, in chunks of positions: the logits never exist whole.
+
+The gradient p − onehot is linear in the loss's own, a number, so the pass that computes the loss
+computes the gradient too, while a chunk's logits are at hand: three products with the head, as
+without chunks, and nothing to keep for later but gradients.
+
+Shapes: B sequences · J positions (T = J+1 tokens) · C positions of a chunk · N chunks ·
+D model dim · V vocabulary.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from cem_jax.kernels import project
+from cem_jax.model import Transformer
+
+_CHUNK_LOGITS = 1 << 24  # elements of a chunk's logits on one device: 64 MiB in float32
+_CHUNK_ROWS = 256  # but at least so many positions at once, to keep the products efficient
+
+
+class Losses(NamedTuple):
+    """Sums over targets, float32 (float64 for float64 models); divide by `weight` for means."""
+
+    total: Float[Array, ""]  # Σ weight·(nats + z_loss·logZ²): what training minimises
+    z: Float[Array, ""]  # its z-loss part, to be reported; a constant to differentiation
+    weight: Float[Array, ""]
+
+    @property
+    def nats(self) -> Float[Array, ""]:
+        """Σ weight·cross-entropy."""
+        return self.total - self.z
+
+
+def sum_of_losses(
+    model: Transformer,
+    tokens: Int[Array, "B T"],
+    *,
+    weights: Float[Array, "B J"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    dtype=None,
+    z_loss: float = 0.0,
+    attention_steps: int | None = None,
+    mlp_steps: int | None = None,
+    shards: int = 1,
+) -> Losses:
+    """Losses of tokens[:, 1:] given tokens[:, :-1].
+
+    `weights` of the targets, 1 by default, are not differentiated. `segments` keep attention within
+    a document; a target in the next document counts all the same. `dtype`: of the computation,
+    float32 by default; softmax and sums are float32 or better. `shards`: devices that the batch
+    axis is spread over, for the size of a chunk. Token ids must be checked before.
+    """
+    x_BJD = model.hidden(
+        tokens[:, :-1],
+        None if segments is None else segments[:, :-1],
+        dtype=dtype,
+        attention_steps=attention_steps,
+        mlp_steps=mlp_steps,
+    )
+    sum_dtype = jnp.promote_types(x_BJD.dtype, jnp.float32)
+    targets_BJ = tokens[:, 1:]
+    if weights is None:
+        weights = jnp.ones(targets_BJ.shape, sum_dtype)
+    weights_BJ = lax.stop_gradient(weights.astype(sum_dtype))
+    head_VD = model.head_weight()
+    chunk = _chunk_length(*targets_BJ.shape, len(head_VD), shards)
+    total, z = _chunked_losses((z_loss, chunk), x_BJD, head_VD, targets_BJ, weights_BJ)
+    return Losses(total, lax.stop_gradient(z), weights_BJ.sum())
+
+
+def _chunk_length(batch: int, positions: int, vocabulary: int, shards: int) -> int:
+    """Positions of a chunk, the same for every chunk but for the last one's padding."""
+    rows = max(_CHUNK_ROWS, _CHUNK_LOGITS // vocabulary) * shards
+    chunks = -(-positions // max(1, rows // batch))
+    return -(-positions // chunks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_losses(static, x_BJD, head_VD, targets_BJ, weights_BJ):
+    z_loss, chunk = static
+
+    def add(sums, chunk_inputs):
+        nats_BC, z_BC, _ = _losses(z_loss, head_VD, *chunk_inputs)
+        return (sums[0] + (nats_BC + z_BC).sum(), sums[1] + z_BC.sum()), None
+
+    zero = jnp.zeros((), weights_BJ.dtype)
+    return _over_chunks(add, (zero, zero), chunk, x_BJD, targets_BJ, weights_BJ)[0]
+
+
+def _losses_and_gradients(static, x_BJD, head_VD, targets_BJ, weights_BJ):
+    z_loss, chunk = static
+
+    def add(carry, chunk_inputs):
+        total, z, head_bar_VD = carry
+        x_BCD, targets_BC, weights_BC = chunk_inputs
+        nats_BC, z_BC, (logits_BCV, log_z_BC) = _losses(z_loss, head_VD, *chunk_inputs)
+        probability_BCV = jnp.exp(logits_BCV - log_z_BC[..., None])
+        scale_BC = weights_BC * (1 + 2 * z_loss * log_z_BC)
+        is_target_BCV = (
+            lax.broadcasted_iota(targets_BC.dtype, logits_BCV.shape, 2) == (targets_BC[..., None])
+        )
+        logits_bar_BCV = scale_BC[..., None] * probability_BCV - jnp.where(
+            is_target_BCV, weights_BC[..., None], 0
+        )
+        logits_bar_BCV = logits_bar_BCV.astype(x_BCD.dtype)
+        x_bar_BCD = jnp.einsum("bcv,vd->bcd", logits_bar_BCV, head_VD.astype(x_BCD.dtype))
+        head_bar_VD += jnp.einsum(
+            "bcv,bcd->vd", logits_bar_BCV, x_BCD, preferred_element_type=head_bar_VD.dtype
+        )
+        return (total + (nats_BC + z_BC).sum(), z + z_BC.sum(), head_bar_VD), x_bar_BCD
+
+    zero = jnp.zeros((), weights_BJ.dtype)
+    carry = (zero, zero, jnp.zeros_like(head_VD))
+    carry, x_bar_BJD = _over_chunks(add, carry, chunk, x_BJD, targets_BJ, weights_BJ)
+    total, z, head_bar_VD = carry
+    return (total, z), (x_bar_BJD, head_bar_VD)
+
+
+def _scaled_gradients(static, gradients, bars):
+    total_bar, _ = bars
+    x_bar_BJD, head_bar_VD = gradients
+    scale = lambda gradient: gradient * total_bar.astype(gradient.dtype)
+    return scale(x_bar_BJD), scale(head_bar_VD), None, None
+
+
+_chunked_losses.defvjp(_losses_and_gradients, _scaled_gradients)
+
+
+def _losses(z_loss, head_VD, x_BCD, targets_BC, weights_BC):
+    """Weighted nats and z-losses, and (logits, logZ)."""
+    logits_BCV = project(x_BCD, head_VD).astype(weights_BC.dtype)
+    log_z_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+    target_logit_BC = jnp.take_along_axis(
+        logits_BCV, targets_BC[..., None], axis=-1, mode="fill", fill_value=jnp.nan
+    )[..., 0]
+    nats_BC = weights_BC * (log_z_BC - target_logit_BC)
+    return nats_BC, weights_BC * z_loss * log_z_BC**2, (logits_BCV, log_z_BC)
+
+
+def _over_chunks(add, carry, chunk, *inputs):
+    """scan `add` over chunks of the inputs' axis 1, and its outputs joined; no loop for one."""
+    positions = inputs[0].shape[1]
+    if chunk == positions:
+        return add(carry, inputs)
+    count = -(-positions // chunk)
+
+    def split(a_BJ):
+        padding = [(0, 0)] * a_BJ.ndim
+        padding[1] = (0, count * chunk - positions)
+        a_BJ = jnp.pad(a_BJ, padding)
+        a_BNC = a_BJ.reshape(a_BJ.shape[0], count, chunk, *a_BJ.shape[2:])
+        return jnp.moveaxis(a_BNC, 1, 0)
+
+    carry, outputs_NBC = lax.scan(add, carry, jax.tree.map(split, inputs))
+
+    def join(a_NBC):
+        a_BNC = jnp.moveaxis(a_NBC, 0, 1)
+        return a_BNC.reshape(a_BNC.shape[0], -1, *a_BNC.shape[3:])[:, :positions]
+
+    return carry, jax.tree.map(join, outputs_NBC)
