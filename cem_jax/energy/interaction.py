@@ -82,8 +82,8 @@ def energy_of_query(q, g, context: Context, *, tau: float, **kernel) -> Float[Ar
 def force_on_query(q, g, context: Context, *, exact: bool, update: str, tau: float, **kernel):
     """(o, a) = −∂ε/∂(q, g), in the dtype of `q`; a is None unless `exact`.
 
-    update="autodiff" asks `jax.grad` of the energy, "closed_form" the attention kernel. Over a cache
-    the force is always the closed form.
+    update="autodiff" asks `jax.grad` of the energy, "closed_form" the attention kernel. Over a
+    cache the force is always the closed form.
     """
     shape = "none" if not exact else "per_head" if g.ndim == q.ndim else "summed"
     scores = dict(tau=tau, slopes=context.slopes, self_bias=context.self_bias)

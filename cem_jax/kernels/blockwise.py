@@ -79,6 +79,8 @@ def _attend(plan: Plan, inputs: Inputs):
     return _attend_forward(plan, inputs)[0]
 
 
+# Jitted, or each call outside a jit would compile its scans anew.
+@partial(jax.jit, static_argnums=0)
 def _attend_forward(plan: Plan, inputs: Inputs):
     blocked = _cut(inputs, plan)
     lse_XBKI, o_XBKIR = _sweep_forward(blocked, plan)
@@ -93,6 +95,7 @@ def _attend_forward(plan: Plan, inputs: Inputs):
     return (lse_BKJ, o_BJKR, a), (inputs, lse_BKJ, o_BJKR)
 
 
+@partial(jax.jit, static_argnums=0)
 def _attend_backward(plan: Plan, residuals, cotangents):
     inputs, lse_BKJ, o_BJKR = residuals
     dlse_BKJ, do_BJKR, da = cotangents

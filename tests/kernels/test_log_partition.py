@@ -1,0 +1,293 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import attention, random_inputs
+from jax.test_util import check_grads
+
+from cem_jax.kernels import log_partition, total_log_partition
+
+TAU = 1.7
+# Every number of positions, kind of diagonal, bias, mask and leading axes at least once, with
+# blocks that divide J, that do not, that exceed it, and that differ for queries and keys.
+CASES = {
+    "J1": (dict(positions=1, diagonal="shared", segments=True), None),
+    "J2": (dict(positions=2, leading=(2,), diagonal="per_head"), (4, 3)),
+    "J5": (dict(positions=5, leading=(2, 1), diagonal="shared", segments=True), (2, 3)),
+    "J5-plain": (dict(positions=5, heads=1, slopes=False, self_bias=False), (1, 1)),
+    "J63": (dict(positions=63, slopes=False, diagonal="per_head"), None),
+    "J64": (dict(positions=64, leading=(2,), diagonal="shared", self_bias=False), (32, 16)),
+    "J65": (dict(positions=65, leading=(1,), segments=True), None),
+    "J127": (dict(positions=127, diagonal="shared", segments=True, heads=3), (48, 64)),
+    "J130": (dict(positions=130, leading=(2,), diagonal="per_head", segments=True), None),
+}
+
+
+@pytest.fixture(params=CASES, scope="module")
+def case(request):
+    sizes, blocks = CASES[request.param]
+    return random_inputs(np.random.default_rng(len(request.param)), **sizes), blocks
+
+
+def split(inputs: dict) -> tuple[dict, dict]:
+    """What is differentiated, and what is not."""
+    return (
+        {n: x for n, x in inputs.items() if n != "segments"},
+        {n: x for n, x in inputs.items() if n == "segments"},
+    )
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise", "auto"])
+def test_value_is_the_sum_over_the_keys(x64, case, implementation):
+    inputs, blocks = case
+    expected = attention(**inputs, tau=TAU)[0]
+    how = dict(tau=TAU, implementation=implementation, block_sizes=blocks)
+    lse = log_partition(**inputs, **how)
+    assert lse.dtype == jnp.float64
+    np.testing.assert_allclose(lse, expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        total_log_partition(**inputs, **how), expected.sum(-2), rtol=1e-12, atol=1e-12
+    )
+
+
+def derivatives(inputs: dict, blocks, implementation: str, *, all_kinds: bool) -> dict:
+    """First derivatives, and second ones along random directions, with respect to every input.
+
+    `query` and `energy` ask as training does: the inner gradient with respect to the state alone.
+    """
+    rng = np.random.default_rng(1)
+    floats, rest = split(inputs)
+    how = dict(tau=TAU, implementation=implementation, block_sizes=blocks, **rest)
+    bar = rng.normal(size=log_partition(**inputs, tau=TAU, implementation="dense").shape)
+    directions = {n: rng.normal(size=np.shape(x)) for n, x in floats.items()}
+    state = {n: floats[n] for n in ("q", "g") if n in floats}
+
+    def along(gradient):
+        return sum(jnp.vdot(directions[n], x) for n, x in gradient.items())
+
+    weighted = lambda t: (bar * log_partition(**t, **how)).sum()
+    curved = lambda t: jnp.sin(bar.sum(-2) + total_log_partition(**t, **how)).sum()
+
+    def state_force(function):
+        return lambda t: along(jax.grad(lambda s: function({**t, **s}))({n: t[n] for n in state}))
+
+    def attention_alone(t):
+        """What a layer in Algorithm 1's mode differentiates: the query, with g held."""
+        return along({"q": jax.grad(lambda q: curved({**t, "q": q}))(t["q"])})
+
+    kinds = {"energy": jax.grad(state_force(curved))}
+    if "g" in state:
+        kinds["query"] = jax.grad(attention_alone)
+    if all_kinds:
+        kinds["first"] = jax.grad(weighted)
+        kinds["second"] = jax.grad(lambda t: along(jax.grad(weighted)(t)))
+        kinds["state"] = jax.grad(state_force(weighted))
+    together = jax.jit(lambda t: {kind: f(t) for kind, f in kinds.items()})
+    quickly = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
+    return together.lower(floats).compile(compiler_options=quickly)(floats)
+
+
+def test_derivatives_of_blockwise_are_those_of_dense(x64, case):
+    inputs, blocks = case
+    all_kinds = inputs["q"].shape[-3] in (5, 130)
+    dense = derivatives(inputs, blocks, "dense", all_kinds=all_kinds)
+    blockwise = derivatives(inputs, blocks, "blockwise", all_kinds=all_kinds)
+    assert jax.tree.structure(dense) == jax.tree.structure(blockwise)
+    for kind, gradients in dense.items():
+        for name, expected in gradients.items():
+            np.testing.assert_allclose(
+                blockwise[kind][name], expected, rtol=1e-9, atol=1e-11, err_msg=f"{kind} {name}"
+            )
+
+
+@pytest.mark.parametrize("diagonal", ["shared", "per_head"])
+def test_derivatives_are_finite_differences(x64, diagonal):
+    rng = np.random.default_rng(2)
+    inputs = random_inputs(rng, 5, leading=(1,), diagonal=diagonal, segments=True)
+    floats, rest = split(inputs)
+
+    @jax.jit
+    def function(t):
+        return log_partition(**t, **rest, tau=TAU, implementation="dense")
+
+    check_grads(function, (floats,), order=2, modes=["rev"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+def test_hidden_pairs_have_no_derivative(implementation):
+    rng = np.random.default_rng(3)
+    inputs = random_inputs(rng, 6, diagonal="shared")
+    inputs["segments"] = segments = np.array([0, 0, 1, 0, 1, 1])
+    floats, rest = split(inputs)
+    f = lambda t: log_partition(
+        **t, **rest, tau=TAU, implementation=implementation, block_sizes=(4, 2)
+    )
+    by_input = jax.jacrev(f)(floats)  # each [K, I, ...]
+    i, j = np.indices((6, 6))
+    visible = (j <= i) & (segments[i] == segments[j])
+    for name, axes in (("k", (0, 3, 4)), ("h", (0, 3))):
+        influence = np.abs(by_input[name]).sum(axes)
+        assert (influence[~visible] == 0).all(), name
+        assert (influence[visible] > 0).all(), name
+    for name, axes in (("q", (0, 3, 4)), ("g", (0, 3))):
+        assert (np.abs(by_input[name]).sum(axes)[i != j] == 0).all(), name
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+@pytest.mark.parametrize("scale", [1e4, -1e4])
+def test_large_logits_stay_finite(implementation, scale):
+    rng = np.random.default_rng(4)
+    k = rng.normal(size=(9, 2, 4)).astype(np.float32)
+    q = scale * np.sign(k) * np.abs(rng.normal(size=k.shape)).astype(np.float32)
+    f = lambda q, k, s: log_partition(
+        q, k, tau=1.0, slopes=s, implementation=implementation, block_sizes=(2, 4)
+    )
+    slopes = np.ones(2, np.float32)
+    lse, pull_back = jax.vjp(f, q, k, slopes)
+    assert np.abs(lse).max() > 1e4
+    expected = attention(*(x.astype(np.float64) for x in (q, k)), tau=1.0, slopes=slopes)[0]
+    np.testing.assert_allclose(lse, expected, rtol=1e-5)
+    assert all(np.isfinite(x).all() for x in pull_back(jnp.ones_like(lse)))
+    second = jax.grad(lambda q: (jax.grad(lambda q: f(q, k, slopes).sum())(q) ** 2).sum())(q)
+    assert np.isfinite(second).all()
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_low_precision_in_float32_out(implementation, dtype):
+    """Errors beside the inputs' own rounding, so against float32 on the rounded inputs."""
+    rng = np.random.default_rng(5)
+    raw = random_inputs(rng, 20, leading=(2,), diagonal="shared")
+    low = {n: jnp.asarray(x, dtype) for n, x in raw.items()}
+    wide = {n: x.astype(jnp.float32) for n, x in low.items()}
+    how = dict(tau=TAU, implementation=implementation, block_sizes=(8, 8))
+    lse, pull_back = jax.vjp(lambda t: log_partition(**t, **how), low)
+    exact, exact_pull_back = jax.vjp(
+        lambda t: log_partition(**t, tau=TAU, implementation="dense"), wide
+    )
+    assert lse.dtype == jnp.float32
+    np.testing.assert_allclose(lse, exact, rtol=1e-5, atol=1e-5)  # float32's order of summation
+    bar = jnp.asarray(rng.normal(size=lse.shape), jnp.float32)
+    # each product's factors are rounded once, its sum once: a few units in the last place
+    tolerance = 8 * float(jnp.finfo(dtype).eps)
+    for name, gradient in pull_back(bar)[0].items():
+        assert gradient.dtype == low[name].dtype
+        expected = exact_pull_back(bar)[0][name]
+        error = jnp.abs(gradient.astype(jnp.float32) - expected).max()
+        assert error <= tolerance * jnp.abs(expected).max(), name
+
+
+def test_a_query_with_one_key_is_at_rest_in_bfloat16():
+    """Its softmax is 1 whatever the query: o does not move, not even by rounding."""
+    rng = np.random.default_rng(6)
+    q, k = (jnp.asarray(rng.normal(size=(1, 2, 8)), jnp.bfloat16) for _ in range(2))
+    bar = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
+
+    def pulled(q):
+        force = jax.grad(
+            lambda q: total_log_partition(q, k, tau=TAU, implementation="blockwise").sum()
+        )(q)
+        return (bar * force.astype(jnp.float32)).sum()
+
+    # a dot product of eight float32 terms may be summed in two orders
+    np.testing.assert_allclose(np.asarray(jax.grad(pulled)(q), np.float32), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+def test_array_likes_and_number_types(x64, implementation):
+    rng = np.random.default_rng(7)
+    inputs = random_inputs(rng, 4, diagonal="shared", segments=True)
+    how = dict(implementation=implementation)
+    expected = log_partition(**inputs, tau=2.0, **how)
+    lists = {n: x.tolist() for n, x in inputs.items()}
+    np.testing.assert_array_equal(log_partition(**lists, tau=2.0, **how), expected)
+    for tau in (2, np.float64(2), np.array(2.0), jnp.asarray(2.0)):
+        np.testing.assert_array_equal(log_partition(**inputs, tau=tau, **how), expected)
+    single = {n: x if n == "segments" else x.astype(np.float32) for n, x in inputs.items()}
+    assert log_partition(**single, tau=np.sqrt(4.0), **how).dtype == jnp.float32
+    blocks = log_partition(**inputs, tau=2.0, block_sizes=[3, np.int64(2)], **how)
+    np.testing.assert_allclose(blocks, expected, rtol=1e-12)
+    for dtype in (np.uint8, np.uint32, np.int8):
+        inputs["segments"] = inputs["segments"].astype(dtype)
+        np.testing.assert_array_equal(log_partition(**inputs, tau=2.0, **how), expected)
+
+
+def test_segments_may_be_any_integers(x64):
+    """−1 too, which blockwise pads with."""
+    rng = np.random.default_rng(8)
+    inputs = random_inputs(rng, 5, segments=True)
+    inputs["segments"] = np.array([-1, 7, -1, -1, 7])
+    expected = attention(**inputs, tau=TAU)[0]
+    lse = log_partition(**inputs, tau=TAU, implementation="blockwise", block_sizes=(3, 4))
+    np.testing.assert_allclose(lse, expected, rtol=1e-12)
+
+
+def test_vmap_and_an_unused_result(x64):
+    rng = np.random.default_rng(9)
+    inputs = random_inputs(rng, 5, leading=(3,), diagonal="shared", slopes=False, self_bias=False)
+    f = lambda t: total_log_partition(**t, tau=TAU, implementation="blockwise", block_sizes=(2, 3))
+    gradient = lambda t: jax.grad(lambda t: f(t).sum())(t)
+    for mapped, whole in ((jax.vmap(f), f), (jax.vmap(gradient), gradient)):
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12), mapped(inputs), whole(inputs)
+        )
+    unused = jax.grad(lambda t: jax.lax.stop_gradient(f(t)).sum() + t["q"].sum())(inputs)
+    np.testing.assert_array_equal(unused["q"], 1.0)
+    np.testing.assert_array_equal(unused["k"], 0.0)
+
+
+def temporary_bytes(positions: int) -> int:
+    """Of a force and the training gradient through it, compiled."""
+    shape = jax.ShapeDtypeStruct((1, positions, 2, 16), jnp.float32)
+    wide = jax.ShapeDtypeStruct((1, positions, 32), jnp.float32)
+
+    def loss(q, k, g, h):
+        energy = lambda q, g: total_log_partition(
+            q, k, g, h, tau=4.0, implementation="blockwise", block_sizes=(64, 64)
+        ).sum()
+        force, own = jax.grad(energy, argnums=(0, 1))(q, g)
+        return (force**2).sum() + (own**2).sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(shape, shape, wide, wide)
+    return compiled.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_blockwise_memory_grows_linearly():
+    few, some, many = (temporary_bytes(positions) for positions in (512, 1024, 2048))
+    assert some <= 2.1 * few
+    assert many <= 2.1 * some
+    assert many < 2 * 2048**2 * 4 / 2  # half of one array of scores of the two heads
+
+
+def shapes(*, q=(2, 5, 3, 4), k=(2, 5, 3, 4), **others):
+    return {n: np.zeros(s, np.float32) for n, s in dict(q=q, k=k, **others).items()}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (shapes(q=(5, 4), k=(5, 4)), ["q and k", "(5, 4)"]),
+        (shapes(k=(2, 6, 3, 4)), ["q and k", "(2, 5, 3, 4)", "(2, 6, 3, 4)"]),
+        (shapes(k=(5, 3, 4)), ["(2, 5, 3, 4)", "(5, 3, 4)"]),
+        (shapes(g=(2, 5, 6)), ["g and h"]),
+        (shapes(h=(2, 5, 6)), ["g and h"]),
+        (shapes(g=(2, 5, 6), h=(5, 6)), ["h", "(5, 6)"]),
+        (shapes(g=(2, 5, 6), h=()), ["h", "()"]),
+        (shapes(g=(2, 5, 7), h=(2, 5, 6)), ["g", "(2, 5, 7)"]),
+        (shapes(g=(2, 5, 1, 6), h=(2, 5, 6)), ["g", "(2, 5, 1, 6)"]),
+        (shapes(slopes=(2,)), ["slopes", "[3]", "(2,)"]),
+        (shapes(slopes=()), ["slopes", "()"]),
+        (shapes(self_bias=(1, 3)), ["self_bias", "(1, 3)"]),
+        (shapes(segments=(5,)), ["segments", "(5,)"]),
+        ({n: x.astype(int) for n, x in shapes().items()}, ["floating", "int"]),
+        ({**shapes(), "implementation": "fast"}, ["dense", "blockwise", "'fast'"]),
+        ({**shapes(), "tau": 0.0}, ["tau", "0.0"]),
+        ({**shapes(), "tau": float("nan")}, ["tau", "nan"]),
+        ({**shapes(), "block_sizes": (0, 4)}, ["block_sizes", "(0, 4)"]),
+        ({**shapes(), "block_sizes": (4,)}, ["block_sizes", "(4,)"]),
+    ],
+)
+def test_what_does_not_fit_is_named(inputs, words):
+    with pytest.raises(ValueError) as error:
+        log_partition(**{"tau": 1.0, "implementation": "blockwise", **inputs})
+    assert all(word in str(error.value) for word in words), str(error.value)
