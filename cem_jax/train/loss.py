@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels import project
+from cem_jax.kernels import project, readout
 from cem_jax.model import Transformer
 
 _CHUNK_LOGITS = 1 << 24  # elements of a chunk's logits on one device: 64 MiB in float32
@@ -98,17 +98,18 @@ def _losses_and_gradients(static, x_BJD, head_VD, targets_BJ, weights_BJ):
     def add(carry, chunk_inputs):
         total, z, head_bar_VD = carry
         x_BCD, targets_BC, weights_BC = chunk_inputs
-        nats_BC, z_BC, (logits_BCV, log_z_BC) = _losses(z_loss, head_VD, *chunk_inputs)
-        probability_BCV = jnp.exp(logits_BCV - log_z_BC[..., None])
-        scale_BC = weights_BC * (1 + 2 * z_loss * log_z_BC)
+        nats_BC, z_BC, softmax = _losses(z_loss, head_VD, *chunk_inputs)
+        scale_BC = weights_BC * (1 + 2 * z_loss * softmax.log_z_BC) / softmax.sum_BC
         is_target_BCV = (
-            lax.broadcasted_iota(targets_BC.dtype, logits_BCV.shape, 2) == (targets_BC[..., None])
+            lax.broadcasted_iota(targets_BC.dtype, softmax.exp_BCV.shape, 2)
+            == (targets_BC[..., None])
         )
-        logits_bar_BCV = scale_BC[..., None] * probability_BCV - jnp.where(
+        logits_bar_BCV = scale_BC[..., None] * softmax.exp_BCV - jnp.where(
             is_target_BCV, weights_BC[..., None], 0
         )
-        logits_bar_BCV = logits_bar_BCV.astype(x_BCD.dtype)
-        x_bar_BCD = jnp.einsum("bcv,vd->bcd", logits_bar_BCV, head_VD.astype(x_BCD.dtype))
+        # Two products read it: left to itself, XLA on CPU computes it twice, within their loops.
+        logits_bar_BCV = lax.optimization_barrier(logits_bar_BCV.astype(x_BCD.dtype))
+        x_bar_BCD = readout(logits_bar_BCV, head_VD)
         head_bar_VD += jnp.einsum(
             "bcv,bcd->vd", logits_bar_BCV, x_BCD, preferred_element_type=head_bar_VD.dtype
         )
@@ -131,15 +132,24 @@ def _scaled_gradients(static, gradients, bars):
 _chunked_losses.defvjp(_losses_and_gradients, _scaled_gradients)
 
 
-def _losses(z_loss, head_VD, x_BCD, targets_BC, weights_BC):
-    """Weighted nats and z-losses, and (logits, logZ)."""
+class _Softmax(NamedTuple):
+    exp_BCV: Array  # of logits less their maximum
+    sum_BC: Array
+    log_z_BC: Array
+
+
+def _losses(z_loss, head_VD, x_BCD, targets_BC, weights_BC) -> tuple[Array, Array, _Softmax]:
+    """Weighted nats and z-losses, and what the gradient needs."""
     logits_BCV = project(x_BCD, head_VD).astype(weights_BC.dtype)
-    log_z_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+    max_BC = logits_BCV.max(-1)
+    exp_BCV = jnp.exp(logits_BCV - max_BC[..., None])
+    sum_BC = exp_BCV.sum(-1)
+    log_z_BC = jnp.log(sum_BC) + max_BC
     target_logit_BC = jnp.take_along_axis(
         logits_BCV, targets_BC[..., None], axis=-1, mode="fill", fill_value=jnp.nan
     )[..., 0]
     nats_BC = weights_BC * (log_z_BC - target_logit_BC)
-    return nats_BC, weights_BC * z_loss * log_z_BC**2, (logits_BCV, log_z_BC)
+    return nats_BC, weights_BC * z_loss * log_z_BC**2, _Softmax(exp_BCV, sum_BC, log_z_BC)
 
 
 def _over_chunks(add, carry, chunk, *inputs):
