@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from model_configs import model_config
 
 from cem_jax.model import pure
 from cem_jax.train.flops import (
@@ -15,7 +16,6 @@ from cem_jax.train.flops import (
     peak_flops,
     training_flops_per_token,
 )
-from model_configs import model_config
 
 D, K, M, V, L, J = 64, 4, 96, 128, 2, 64
 SIZES = dict(dim=D, heads=K, mlp_dim=M, vocab_size=V, layers=L)
@@ -135,7 +135,7 @@ def test_xla_counts_the_same(fields):
     # written out, all J² pairs are computed: as if a token saw J positions, not (J + 1)/2
     ours = batch * context * flops_per_token(config, 2 * context - 1) + folding_flops(config)
     # XLA counts elementwise work too
-    assert 1.0 <= counted / ours < 1.1
+    assert 1.0 <= counted / ours < 1.03
 
 
 def test_xla_counts_two_steps_where_they_are_written_out():
@@ -149,7 +149,7 @@ def test_xla_counts_two_steps_where_they_are_written_out():
     longer = model_config(**CEM | sizes | dict(layers=1), steps=2, mlp_steps=2)
     pairs = 2 * context - 1
     a_step = flops_per_token(longer, pairs) - flops_per_token(one, pairs)
-    assert 1.0 <= (a_layer - frame) / (batch * context * a_step) < 1.1
+    assert 1.0 <= (a_layer - frame) / (batch * context * a_step) < 1.03
 
 
 @pytest.mark.parametrize(
