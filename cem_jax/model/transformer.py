@@ -75,7 +75,7 @@ class Transformer(nnx.Module):
             return nnx.merge(graph, layer)(x, segments, **steps), None
 
         x = self.embed(tokens, dtype)
-        x = _over_layers(_rematerialised(apply, self.config.remat), x, layers, self.config)[0]
+        x = _over_layers(_rematerialised(apply, self.config), x, layers, self.config)[0]
         return rms_norm(x, self.norm[...], self.config.norm_eps)
 
     def embed(self, tokens: Int[Array, "B J"], dtype=None) -> Float[Array, "B J D"]:
@@ -135,11 +135,12 @@ def _stacked_blocks(config: ModelConfig, key: Array) -> Block:
     return nnx.merge(graph, state)
 
 
-def _rematerialised(apply, policy: str):
-    if policy == "none":
+def _rematerialised(apply, config: ModelConfig):
+    if config.remat == "none":
         return apply
     policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
-    return jax.checkpoint(apply, policy=policies[policy], prevent_cse=False)
+    # a scan keeps the two passes apart; written out, XLA would merge them and keep everything
+    return jax.checkpoint(apply, policy=policies[config.remat], prevent_cse=not config.scan_layers)
 
 
 def _over_layers(apply, x, layers, config: ModelConfig):
