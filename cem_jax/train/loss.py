@@ -19,7 +19,9 @@ from jaxtyping import Array, Float, Int
 from cem_jax.kernels import project, readout
 from cem_jax.model import Transformer
 
-_CHUNK_LOGITS = 1 << 24  # elements of a chunk's logits on one device: 64 MiB in float32
+# Elements of a chunk's logits on one device. 64 MiB in float32 keep an accelerator busy; on CPU
+# 4 MiB stay in its caches, which takes up to a third off the time of one chunk of everything.
+_CHUNK_LOGITS, _CHUNK_LOGITS_CPU = 1 << 24, 1 << 20
 _CHUNK_ROWS = 256  # but at least so many positions at once, to keep the products efficient
 
 
@@ -75,7 +77,8 @@ def sum_of_losses(
 
 def _chunk_length(batch: int, positions: int, vocabulary: int, shards: int) -> int:
     """Positions of a chunk, the same for every chunk but for the last one's padding."""
-    rows = max(_CHUNK_ROWS, _CHUNK_LOGITS // vocabulary) * shards
+    limit = _CHUNK_LOGITS_CPU if jax.default_backend() == "cpu" else _CHUNK_LOGITS
+    rows = max(_CHUNK_ROWS, limit // vocabulary) * shards
     chunks = -(-positions // max(1, rows // batch))
     return -(-positions // chunks)
 

@@ -1,0 +1,124 @@
+"""The chunked loss against the plain mean over all logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cem_jax.train import loss
+
+
+class Readout:
+    """A stand-in for a Transformer: states looked up by token, and a head."""
+
+    def __init__(self, table, head):
+        self.table, self.head = table, head
+
+    def hidden(self, tokens, segments, *, dtype, attention_steps, mlp_steps):
+        x = jnp.take(self.table, tokens, axis=0)
+        return x if dtype is None else x.astype(dtype)
+
+    def head_weight(self):
+        return self.head
+
+
+@pytest.fixture(params=[(2, 7), (3, 1), (1, 64)], ids=str)
+def case(request, x64):
+    rng = np.random.default_rng(0)
+    batch, positions = request.param
+    vocabulary, dim = 19, 5
+    return dict(
+        table=jnp.asarray(rng.standard_normal((vocabulary, dim))),
+        head=jnp.asarray(rng.standard_normal((vocabulary, dim))),
+        tokens=jnp.asarray(rng.integers(0, vocabulary, (batch, positions + 1))),
+        weights=jnp.asarray(rng.random((batch, positions))),
+    )
+
+
+@pytest.fixture(params=[1, 6, 1000], ids="rows={}".format)
+def chunked(request, monkeypatch):
+    """Chunks of so many rows, where a vocabulary of 19 would fit whole."""
+    monkeypatch.setattr(loss, "_CHUNK_LOGITS_CPU", 0)
+    monkeypatch.setattr(loss, "_CHUNK_ROWS", request.param)
+
+
+def mean(table, head, case, *, z_loss=0.0, weights=None, **options):
+    losses = loss.sum_of_losses(
+        Readout(table, head), case["tokens"], weights=weights, z_loss=z_loss, **options
+    )
+    return losses.total / losses.weight
+
+
+def plain_mean(table, head, case, *, z_loss=0.0, weights=None):
+    logits = jnp.take(table, case["tokens"][:, :-1], axis=0) @ head.T
+    log_z = jax.nn.logsumexp(logits, -1)
+    one_hot = jax.nn.one_hot(case["tokens"][:, 1:], len(head), dtype=logits.dtype)
+    each = log_z - (logits * one_hot).sum(-1) + z_loss * log_z**2
+    return each.mean() if weights is None else (weights * each).sum() / weights.sum()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_value_and_gradients_equal_the_plain_mean(case, chunked, z_loss, weighted):
+    arguments = (case["table"], case["head"])
+    options = dict(z_loss=z_loss, weights=case["weights"] if weighted else None)
+    ours = jax.jit(jax.value_and_grad(lambda *a: mean(*a, case, **options), argnums=(0, 1)))
+    plain = jax.value_and_grad(lambda *a: plain_mean(*a, case, **options), argnums=(0, 1))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14),
+        ours(*arguments),
+        plain(*arguments),
+    )
+    value_only = mean(*arguments, case, **options)
+    np.testing.assert_allclose(value_only, plain(*arguments)[0], rtol=1e-13)
+
+
+def test_the_parts_add_up(case, chunked):
+    both = loss.sum_of_losses(Readout(case["table"], case["head"]), case["tokens"], z_loss=0.3)
+    without = loss.sum_of_losses(Readout(case["table"], case["head"]), case["tokens"])
+    np.testing.assert_allclose(both.nats, without.total, rtol=1e-12)
+    np.testing.assert_allclose(both.nats + both.z, both.total, rtol=1e-12)
+    assert without.z == 0
+    assert both.weight == case["tokens"][:, 1:].size
+
+
+def test_weight_zero_is_as_if_the_target_were_not_there(case, chunked):
+    weights = case["weights"].at[:, -1].set(0.0)
+    changed = dict(case, tokens=case["tokens"].at[:, -1].add(1) % len(case["head"]))
+    a, b = (
+        jax.grad(lambda h, c=c: loss.sum_of_losses(
+            Readout(case["table"], h), c["tokens"], weights=weights).total)(case["head"])
+        for c in (case, changed)
+    )  # fmt: skip
+    np.testing.assert_array_equal(a, b)
+
+
+def test_bfloat16_states_keep_a_float32_loss_and_gradient(chunked):
+    rng = np.random.default_rng(1)
+    table, head = (jnp.asarray(rng.standard_normal((19, 8)), jnp.float32) for _ in range(2))
+    case = {"tokens": jnp.asarray(rng.integers(0, 19, (4, 33)))}
+    value, gradient = jax.value_and_grad(mean, argnums=1)(table, head, case, dtype=jnp.bfloat16)
+    expected, exact = jax.value_and_grad(plain_mean, argnums=1)(table, head, case)
+    assert value.dtype == gradient.dtype == jnp.float32
+    np.testing.assert_allclose(value, expected, rtol=2e-2)
+    assert jnp.linalg.norm(gradient - exact) < 2e-2 * jnp.linalg.norm(exact)
+
+
+def test_an_id_outside_the_vocabulary_gives_nan():
+    table, head = jnp.ones((4, 3)), jnp.ones((4, 3))
+    assert jnp.isnan(mean(table, head, {"tokens": jnp.array([[0, 1, 4]])}))
+
+
+def test_no_array_holds_all_logits(monkeypatch):
+    monkeypatch.setattr(loss, "_CHUNK_LOGITS_CPU", 0)
+    monkeypatch.setattr(loss, "_CHUNK_ROWS", 16)
+    table, head = jnp.ones((97, 3)), jnp.ones((97, 3))
+    tokens = jnp.zeros((4, 33), jnp.int32)
+    gradient = jax.jit(jax.grad(lambda h: mean(table, h, {"tokens": tokens})))
+    assert gradient.lower(head).compile().memory_analysis().temp_size_in_bytes < 4 * 4 * 32 * 97
+
+
+def test_chunks_follow_the_devices_that_share_the_rows():
+    one = loss._chunk_length(64, 1024, 32000, 1)
+    assert one * 64 >= loss._CHUNK_ROWS
+    assert loss._chunk_length(64, 1024, 32000, 8) == 8 * one
