@@ -1,0 +1,72 @@
+"""An existing run directory, read by the commands that use what was trained."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from cem_jax.config import Config
+from cem_jax.data.tokenizer import Tokenizer
+from cem_jax.errors import UserError
+from cem_jax.model import pure
+from cem_jax.train.checkpoint import Checkpointer
+from cem_jax.train.rundir import read_config
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its configuration, tokenizer and checkpoints. Nothing here writes to it."""
+
+    workdir: Path
+    config: Config
+
+    @classmethod
+    def open(cls, workdir: str | os.PathLike[str]) -> "Run":
+        """The run in `workdir`. Raises UserError when it holds none, or a broken config.json.
+
+        Turns float64 on where the run computes in it.
+        """
+        path = Path(workdir)
+        if not path.is_dir():
+            raise UserError(f"run directory {path} does not exist: `cem train` makes one")
+        config = read_config(path)
+        if config is None:
+            names = sorted(entry.name for entry in path.iterdir())
+            shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+            raise UserError(
+                f"{path} holds no run: it has no config.json, only {shown or 'nothing at all'}"
+            )
+        if config.train.compute_dtype == "float64":
+            jax.config.update("jax_enable_x64", True)
+        return cls(path, config)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer the run was trained with.
+
+        Raises UserError when tokenizer.model is missing or does not fit the model.
+        """
+        tokenizer = Tokenizer.load(self.workdir / "tokenizer.model")
+        if tokenizer.vocab_size > self.config.model.vocab_size:
+            raise UserError(
+                f"{tokenizer.name} has {tokenizer.vocab_size} pieces, more than model.vocab_size = "
+                f"{self.config.model.vocab_size}: it is not the tokenizer this run was trained with"
+            )
+        return tokenizer
+
+    def parameters(self, step: int | None = None) -> tuple[pure.Parameters, int]:
+        """(parameters, step) of a checkpoint, the newest for None, on the first device.
+
+        Raises UserError when there is no such checkpoint, it is damaged or another model's, or
+        tokenizer.model is not the tokenizer it was trained with.
+        """
+        abstract = {"params": pure.abstract_parameters(self.config.model)}
+        with Checkpointer(self.workdir / "checkpoints", keep=1, keep_best=False) as checkpoints:
+            state, extra, step = checkpoints.restore(step, abstract, partial=True)
+        trained_with, present = extra.get("tokenizer_hash"), self.tokenizer().hash
+        if trained_with not in (None, present):
+            raise UserError(
+                f"checkpoint {step} of {self.workdir} was trained with tokenizer {trained_with}, "
+                f"but {self.workdir / 'tokenizer.model'} is {present}: put the right one back"
+            )
+        return state["params"], step

@@ -1,0 +1,156 @@
+"""The loss of a whole split, each target once.
+
+Shapes: B windows at a time · J targets a window.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from cem_jax.config import Config
+from cem_jax.data.loader import eval_batches
+from cem_jax.data.mixture import Mixture, single
+from cem_jax.data.store import Dataset
+from cem_jax.errors import UserError
+from cem_jax.model import pure
+from cem_jax.parallel.mesh import batch_sharding
+from cem_jax.train.loss import sum_of_losses
+
+_AHEAD = 2  # batches handed to the device before the first one's result is read
+
+
+class Evaluator:
+    """Evaluates parameters on one split, compiled once; sources of a mixture one by one.
+
+    Args:
+      batch: windows at a time, rounded up to what the mesh divides; None: as many as in training.
+      limit: at most so many times train.global_batch windows of each source, the same on every
+        machine; None: the whole split.
+      mesh: devices to spread the batch over; None: one.
+      attention_steps, mlp_steps: T in place of the configured ones.
+
+    Raises:
+      UserError: a source has no such split, or a split smaller than a window.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset | Mixture,
+        split: str,
+        *,
+        batch: int | None = None,
+        limit: int | None = None,
+        mesh: Mesh | None = None,
+        attention_steps: int | None = None,
+        mlp_steps: int | None = None,
+    ):
+        self.split = split
+        self._sources = (dataset if isinstance(dataset, Mixture) else single(dataset)).sources
+        self._config = config
+        ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        rows = batch or config.train.microbatch or config.train.global_batch
+        self._batch = -(-rows // ways) * ways
+        windows = None if limit is None else limit * config.train.global_batch
+        self._limit = None if windows is None else -(-windows // self._batch)
+        self._placement = None if mesh is None else batch_sharding(mesh)
+        self._require_windows()
+        dtype = jnp.dtype(config.train.compute_dtype)
+
+        def sums(parameters, batch):
+            losses = sum_of_losses(
+                pure.bind(config.model, parameters),
+                batch["tokens"],
+                weights=batch["weights"],
+                segments=batch.get("segments"),
+                dtype=dtype,
+                attention_steps=attention_steps,
+                mlp_steps=mlp_steps,
+                shards=ways,
+            )
+            return losses.nats, losses.weight
+
+        self._sums = jax.jit(sums)
+
+    @property
+    def batches(self) -> int:
+        """Batches of one evaluation."""
+        return sum(self._batches_of(source) for source in self._sources)
+
+    def __call__(
+        self, parameters: pure.Parameters, report: Callable[[int], None] | None = None
+    ) -> dict[str, Any]:
+        """{loss, perplexity, bits_per_byte, tokens, bytes}, and for mixtures {sources: {path: …}}.
+
+        `loss` is in nats a target and `tokens` counts targets. Bits per byte are Σ nats / ln 2 /
+        UTF-8 bytes of the documents; they and `bytes` are None when `limit` cuts a split short.
+        `report` gets the number of batches done, after each.
+        """
+        done = 0
+        results = {}
+        for source in self._sources:
+            nats, tokens = 0.0, 0.0
+            for batch_nats, batch_tokens in self._batch_sums(parameters, source):
+                nats, tokens, done = nats + batch_nats, tokens + batch_tokens, done + 1
+                if report is not None:
+                    report(done)
+            split = source.split(self.split)
+            whole = int(tokens) == split.tokens - 1
+            results[str(source.path)] = (nats, int(tokens), split.bytes if whole else None)
+        described = {path: _described(*result) for path, result in results.items()}
+        if len(described) == 1:
+            return next(iter(described.values()))
+        nats, tokens, sizes = zip(*results.values(), strict=True)
+        size = None if None in sizes else sum(sizes)
+        return _described(sum(nats), sum(tokens), size) | {"sources": described}
+
+    def _batch_sums(self, parameters, source: Dataset):
+        """(nats, weight) of each batch, read a few batches late so that the device never waits."""
+        running = deque()
+        for batch in self._batches(source):
+            running.append(self._sums(parameters, jax.device_put(batch, self._placement)))
+            if len(running) > _AHEAD:
+                yield map(float, running.popleft())
+        for sums in running:
+            yield map(float, sums)
+
+    def _batches(self, source: Dataset):
+        return eval_batches(
+            source,
+            self.split,
+            context=self._config.data.context,
+            batch=self._batch,
+            limit=self._limit,
+            document_mask=self._config.data.document_mask,
+        )
+
+    def _batches_of(self, source: Dataset) -> int:
+        targets = source.split(self.split).tokens - 1
+        batches = -(-targets // (self._batch * self._config.data.context))
+        return batches if self._limit is None else min(batches, self._limit)
+
+    def _require_windows(self) -> None:
+        problems: list[str] = []
+        for source in self._sources:
+            try:
+                self._batches(source)
+            except UserError as error:
+                problems += error.messages
+        if problems:
+            raise UserError(*problems)
+
+
+def _described(nats: float, tokens: int, size: int | None) -> dict[str, Any]:
+    loss = nats / tokens
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.nan if math.isnan(loss) else math.inf,
+        "bits_per_byte": None if not size else nats / math.log(2) / size,
+        "tokens": tokens,
+        "bytes": size,
+    }
