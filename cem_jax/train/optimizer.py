@@ -1,0 +1,42 @@
+"""AdamW with warm-up and cosine decay (Table 2), without its learning rate.
+
+The learning rate is a function of the step and is applied in `train.step`, so that what is logged is
+what was used.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from cem_jax.config import ModelConfig, OptimizerConfig
+from cem_jax.model import pure
+
+
+def learning_rate(
+    step: Int[Array, ""], config: OptimizerConfig, total_steps: int
+) -> Float[Array, ""]:
+    """η at `step` = 0 … total_steps − 1: linear up to the peak, then a cosine down to its share."""
+    warmup = max(1, round(config.warmup_fraction * total_steps))
+    done = step.astype(jnp.float32) + 1.0
+    progress = jnp.clip((done - warmup) / max(1, total_steps - warmup), 0.0, 1.0)
+    share = config.final_fraction
+    cosine = share + (1.0 - share) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+    return config.learning_rate * jnp.where(done < warmup, done / warmup, cosine)
+
+
+def adamw(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
+    """Clip, Adam, decoupled weight decay; the updates are to be scaled by −learning rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        optax.add_decayed_weights(config.weight_decay, mask=decay_mask(config, model)),
+    )
+
+
+def decay_mask(config: OptimizerConfig, model: ModelConfig) -> Any:
+    """A tree of booleans: which parameters decay. `matrices` means embeddings too."""
+    decays = lambda info: config.decay_mask == "all" or info.decays
+    return jax.tree.map(decays, pure.describe(model), is_leaf=pure.is_info)

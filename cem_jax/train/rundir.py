@@ -1,0 +1,89 @@
+"""What a run writes beside its checkpoints, and whether a directory's run is this one.
+
+config.json        the resolved configuration, all fields
+tokenizer.model    the dataset's tokenizer
+metrics.jsonl, tensorboard/, checkpoints/
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from cem_jax.config import Config, differences
+from cem_jax.errors import UserError
+
+# Fields that may differ when a run goes on: they change neither the model nor the data it sees.
+FREE_SECTIONS = ("log", "checkpoint", "eval", "mesh")
+FREE_FIELDS = (
+    "data.path",  # the dataset may have moved; its fingerprint must be the same
+    "data.prefetch",
+    "model.scan_layers",
+    "model.remat",
+    "model.attention.update",
+    "model.attention.implementation",
+    "model.attention.block_sizes",
+    "model.attention.remat_steps",
+    "model.mlp.update",
+    "model.mlp.remat_steps",
+    "train.microbatch",
+    "train.max_bad_steps",
+)
+
+
+def read_config(workdir: Path) -> Config | None:
+    """The configuration of the run in `workdir`; None if there is none. Raises UserError if broken."""
+    path = workdir / "config.json"
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(
+            f"{path}: not JSON ({error}); restore it or use another --workdir"
+        ) from None
+    try:
+        return Config.from_dict(values)
+    except UserError as error:
+        raise UserError(*(f"{path}: {message}" for message in error.messages)) from None
+
+
+def check_same_run(workdir: Path, config: Config) -> None:
+    """Raises UserError, naming every differing field, when `workdir` holds another run."""
+    present = read_config(workdir)
+    if present is None:
+        unfit = [p.name for p in (workdir / "checkpoints",) if p.exists()]
+        if unfit:
+            raise UserError(f"{workdir}: has {unfit[0]}/ but no config.json; use another --workdir")
+        return
+    changed = [d for d in differences(present, config) if not _is_free(d.partition(":")[0])]
+    if changed:
+        raise UserError(
+            f"{workdir}: belongs to a run of another configuration; use another --workdir, or "
+            "undo these changes (there -> now)",
+            *changed,
+        )
+
+
+def _is_free(field: str) -> bool:
+    return field.partition(".")[0] in FREE_SECTIONS or field in FREE_FIELDS
+
+
+def write_run_files(workdir: Path, config: Config, tokenizer_model: bytes) -> None:
+    """config.json and tokenizer.model, each whole or not at all."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    _write(workdir / "tokenizer.model", tokenizer_model)
+    _write(workdir / "config.json", json.dumps(config.to_dict(), indent=2).encode() + b"\n")
+
+
+def _write(path: Path, content: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,136 @@
+"""Everything a run needs, checked before any of it starts or is written."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from cem_jax.config import Config
+from cem_jax.data.loader import TrainLoader
+from cem_jax.data.mixture import Mixture, open_mixture, single
+from cem_jax.data.store import check_token_ids, open_dataset
+from cem_jax.errors import UserError
+from cem_jax.train.validation import Evaluator
+from cem_jax.model import pure
+from cem_jax.parallel.mesh import (
+    batch_sharding,
+    make_mesh,
+    optimizer_shardings,
+    replicated,
+    shardings,
+    validate,
+)
+from cem_jax.train.step import TrainState, initial_state
+
+
+class Setup(NamedTuple):
+    """A run that may start."""
+
+    config: Config
+    mixture: Mixture
+    loader: TrainLoader
+    evaluator: Evaluator
+    mesh: Mesh
+    state: TrainState  # abstract: shapes, dtypes and shardings
+
+
+def prepare_run(config: Config) -> Setup:
+    """Opens the data and lays the state over the devices. Raises UserError with what does not fit."""
+    config.total_steps  # noqa: B018 - raises when the config does not say how long
+    _configure_jax(config)
+    mixture = open_data(config)
+    mesh = make_mesh(
+        {axis: getattr(config.mesh, axis) for axis in ("data", "fsdp", "tensor", "context")}
+    )
+    _check_layout(config, mesh)
+    loader = TrainLoader(
+        mixture,
+        context=config.data.context,
+        global_batch=config.train.global_batch,
+        seed=config.data.shuffle_seed,
+        document_mask=config.data.document_mask,
+        prefetch=config.data.prefetch,
+    )
+    evaluator = Evaluator(config, mixture.sources[0], config.eval.split, limit=config.eval.batches)
+    return Setup(config, mixture, loader, evaluator, mesh, abstract_state(config, mesh))
+
+
+def open_data(config: Config) -> Mixture:
+    """The dataset or mixture of the configuration, found to fit the model."""
+    if config.data.mixture:
+        mixture = open_mixture(config.data.mixture)
+    elif config.data.path:
+        mixture = single(open_dataset(config.data.path))
+    else:
+        raise UserError("data.path: not set; name a directory that `cem prepare` wrote")
+    problems = []
+    if mixture.separator != config.data.separator:
+        problems.append(
+            f"data.separator: {config.data.separator}, but the dataset was prepared with "
+            f"{mixture.separator}"
+        )
+    if mixture.vocab_size > config.model.vocab_size:
+        problems.append(
+            f"model.vocab_size: {config.model.vocab_size} is smaller than the dataset's tokenizer, "
+            f"{mixture.vocab_size}"
+        )
+    if problems:
+        raise UserError(*problems)
+    for dataset in mixture.sources:
+        check_token_ids(dataset, config.model.vocab_size)
+    return mixture
+
+
+def abstract_state(config: Config, mesh: Mesh) -> TrainState:
+    """Shape, dtype and sharding of everything in the state."""
+    axes = jax.tree.map(lambda info: info.axes, pure.describe(config.model), is_leaf=pure.is_info)
+    abstract = jax.eval_shape(lambda: initial_state(config))
+    params = shardings(mesh, axes)
+    everywhere = replicated(mesh)
+    placed = TrainState(
+        params,
+        optimizer_shardings(mesh, abstract.opt_state, abstract.params, params),
+        everywhere,
+        everywhere,
+        everywhere,
+    )
+    with_sharding = lambda leaf, sharding: jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=sharding
+    )
+    return jax.tree.map(with_sharding, abstract, placed)
+
+
+def fresh_state(setup: Setup) -> TrainState:
+    """Step 0, each device making its own part."""
+    out = jax.tree.map(lambda leaf: leaf.sharding, setup.state)
+    return jax.jit(lambda: initial_state(setup.config), out_shardings=out)()
+
+
+def place_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
+    """A host's rows, split over the devices."""
+    return jax.device_put(batch, batch_sharding(mesh))
+
+
+def _check_layout(config: Config, mesh: Mesh) -> None:
+    names = {}
+    described = jax.tree_util.tree_leaves_with_path(
+        pure.describe(config.model), is_leaf=pure.is_info
+    )
+    for path, info in described:
+        names["model parameter " + "/".join(str(key.key) for key in path)] = (info.shape, info.axes)
+    validate(
+        mesh,
+        names,
+        global_batch=config.train.global_batch,
+        context=config.data.context,
+        microbatch=config.train.microbatch,
+    )
+
+
+def _configure_jax(config: Config) -> None:
+    if config.train.compute_dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    cache = config.log.compile_cache or Path.home() / ".cache" / "cem_jax" / "compile"
+    jax.config.update("jax_compilation_cache_dir", os.fspath(cache))
