@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 from cem_jax.config import Config, load_config
-from cem_jax.errors import RunFailed
+from cem_jax.errors import RunFailed, UserError
 from cem_jax.train.checkpoint import Checkpointer
-from cem_jax.train.flops import flops_per_token, mfu
+from cem_jax.train.flops import mfu, training_flops_per_token
 from cem_jax.train.metrics import MetricsWriter
 from cem_jax.train.progress import Progress
 from cem_jax.train.rundir import check_same_run, write_run_files
@@ -69,9 +69,7 @@ def _start(setup: Setup, checkpointer: Checkpointer) -> tuple[TrainState, dict[s
     return state, extra
 
 
-def _other_dataset(found: str, now: str) -> Exception:
-    from cem_jax.errors import UserError
-
+def _other_dataset(found: str, now: str) -> UserError:
     return UserError(
         f"data.path: the run was trained on dataset {found}, this is {now}; resume with the "
         "dataset it began with, or start another --workdir"
@@ -161,7 +159,7 @@ class _Loop:
 
     def _values(self, done: int, measured: StepMetrics) -> dict[str, Any]:
         rate = self.rate
-        per_token = 3 * flops_per_token(self.config.model, self.config.data.context)
+        per_token = training_flops_per_token(self.config.model, self.config.data.context)
         values = dict(
             loss=self.loss,
             learning_rate=float(measured.learning_rate),
@@ -210,7 +208,7 @@ class _Loop:
             raise SystemExit(128 + stop.signal)
 
     def _validate(self, state: TrainState, done: int) -> None:
-        result = self.setup.evaluator(state.params)
+        result = self.setup.evaluator(state.params, whole=done == self.total)
         self.validation_loss = result["loss"]
         self.metrics.write("eval", done, split=self.config.eval.split, **result)
         bits = result["bits_per_byte"]

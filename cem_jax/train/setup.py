@@ -53,7 +53,7 @@ def prepare_run(config: Config) -> Setup:
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
     )
-    evaluator = Evaluator(config, mixture.sources[0], config.eval.split, limit=config.eval.batches)
+    evaluator = Evaluator(config, mixture, config.eval.split, limit=config.eval.batches, mesh=mesh)
     return Setup(config, mixture, loader, evaluator, mesh, abstract_state(config, mesh))
 
 

@@ -83,25 +83,29 @@ class Evaluator:
         return sum(self._batches_of(source) for source in self._sources)
 
     def __call__(
-        self, parameters: pure.Parameters, report: Callable[[int], None] | None = None
+        self,
+        parameters: pure.Parameters,
+        report: Callable[[int], None] | None = None,
+        *,
+        whole: bool = False,
     ) -> dict[str, Any]:
         """{loss, perplexity, bits_per_byte, tokens, bytes}, and for mixtures {sources: {path: …}}.
 
         `loss` is in nats a target and `tokens` counts targets. Bits per byte are Σ nats / ln 2 /
         UTF-8 bytes of the documents; they and `bytes` are None when `limit` cuts a split short.
-        `report` gets the number of batches done, after each.
+        `report` gets the number of batches done, after each. `whole` sets the limit aside.
         """
         done = 0
         results = {}
         for source in self._sources:
             nats, tokens = 0.0, 0.0
-            for batch_nats, batch_tokens in self._batch_sums(parameters, source):
+            for batch_nats, batch_tokens in self._batch_sums(parameters, source, whole):
                 nats, tokens, done = nats + batch_nats, tokens + batch_tokens, done + 1
                 if report is not None:
                     report(done)
             split = source.split(self.split)
-            whole = int(tokens) == split.tokens - 1
-            results[str(source.path)] = (nats, int(tokens), split.bytes if whole else None)
+            size = split.bytes if int(tokens) == split.tokens - 1 else None
+            results[str(source.path)] = (nats, int(tokens), size)
         described = {path: _described(*result) for path, result in results.items()}
         if len(described) == 1:
             return next(iter(described.values()))
@@ -109,23 +113,23 @@ class Evaluator:
         size = None if None in sizes else sum(sizes)
         return _described(sum(nats), sum(tokens), size) | {"sources": described}
 
-    def _batch_sums(self, parameters, source: Dataset):
+    def _batch_sums(self, parameters, source: Dataset, whole: bool):
         """(nats, weight) of each batch, read a few batches late so that the device never waits."""
         running = deque()
-        for batch in self._batches(source):
+        for batch in self._batches(source, None if whole else self._limit):
             running.append(self._sums(parameters, jax.device_put(batch, self._placement)))
             if len(running) > _AHEAD:
                 yield map(float, running.popleft())
         for sums in running:
             yield map(float, sums)
 
-    def _batches(self, source: Dataset):
+    def _batches(self, source: Dataset, limit: int | None):
         return eval_batches(
             source,
             self.split,
             context=self._config.data.context,
             batch=self._batch,
-            limit=self._limit,
+            limit=limit,
             document_mask=self._config.data.document_mask,
         )
 
@@ -138,7 +142,7 @@ class Evaluator:
         problems: list[str] = []
         for source in self._sources:
             try:
-                self._batches(source)
+                self._batches(source, self._limit)
             except UserError as error:
                 problems += error.messages
         if problems:
