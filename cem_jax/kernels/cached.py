@@ -47,7 +47,8 @@ def attend_cached(
     p_BKNC = (weight_BKNC / weight_BKNC.sum(-1, keepdims=True)).astype(q.dtype)
     o_BNKR = jnp.einsum("bknc,bckr->bnkr", p_BKNC, k if v is None else v, **product)
     a = None
-    if context != "none":
-        subscripts = {"summed": "bknc,bcd->bnd", "per_head": "bknc,bcd->bnkd"}[context]
-        a = jnp.einsum(subscripts, p_BKNC, h, **product)
+    if context == "summed":
+        a = jnp.einsum("bknc,bcd->bnd", p_BKNC, h, **product)
+    elif context == "per_head":  # heads first, as in `dense.attend`
+        a = jnp.swapaxes(jnp.einsum("bknc,bcd->bknd", p_BKNC, h, **product), 1, 2)
     return o_BNKR, a

@@ -54,8 +54,10 @@ def attend(
     product = dict(preferred_element_type=s_BKIJ.dtype)
     values = inputs.k if inputs.v is None else inputs.v
     o_BJKR = jnp.einsum("...kij,...jkr->...ikr", p_BKIJ, values, **product)
-    subscripts = {"summed": "...kij,...jd->...id", "per_head": "...kij,...jd->...ikd"}
     a = None
-    if context != "none":
-        a = jnp.einsum(subscripts[context], p_BKIJ, inputs.h, **product)
+    if context == "summed":
+        a = jnp.einsum("...kij,...jd->...id", p_BKIJ, inputs.h, **product)
+    elif context == "per_head":
+        # heads first: XLA on CPU cannot write a bfloat16 product's float32 sums in another order
+        a = jnp.swapaxes(jnp.einsum("...kij,...jd->...kid", p_BKIJ, inputs.h, **product), -3, -2)
     return lse_BKJ, o_BJKR, a

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from attention_oracle import attention, random_inputs
 
-from cem_jax.kernels import attend
+from cem_jax.kernels import attend, attend_cached
 
 TAU = 1.3
 CASES = {
@@ -46,22 +46,68 @@ def test_blockwise_gradients_are_those_of_dense(x64, name):
             **t, segments=segments, tau=TAU, context=context, implementation=implementation,
             block_sizes=(4, 3),
         )  # fmt: skip
-        results, pull_back = jax.vjp(f, inputs)
-        bars = np.random.default_rng(2)
-        return pull_back(jax.tree.map(lambda x: jnp.asarray(bars.normal(size=x.shape)), results))[0]
+        loss = lambda t: sum(jnp.sin(x + 1).sum() for x in jax.tree.leaves(f(t)))
+        return jax.jit(jax.grad(loss))(inputs)
 
     dense, blockwise = gradients("dense"), gradients("blockwise")
     for n, expected in dense.items():
         np.testing.assert_allclose(blockwise[n], expected, rtol=1e-10, atol=1e-12, err_msg=n)
 
 
-def test_dtypes_and_refusals():
-    inputs = random_inputs(np.random.default_rng(3), 4, diagonal="shared")
+@pytest.mark.parametrize("context", ["none", "summed", "per_head"])
+@pytest.mark.parametrize("leading", [(), (2,)])
+def test_bfloat16_products_sum_in_float32(leading, context):
+    """Every product of both implementations and its gradient: XLA on CPU lacks some of them."""
+    diagonal = "shared" if context == "summed" else "per_head"
+    inputs = random_inputs(np.random.default_rng(3), 4, leading=leading, diagonal=diagonal)
     low = {n: jnp.asarray(x, jnp.bfloat16) for n, x in inputs.items()}
+    found = {}
     for implementation in ("dense", "blockwise"):
-        results = attend(**low, tau=TAU, context="summed", implementation=implementation)
-        assert {x.dtype for x in results} == {jnp.dtype(jnp.float32)}
+        f = lambda t, name=implementation: attend(
+            **t, tau=TAU, context=context, implementation=name
+        )
+        loss = lambda t, f=f: sum(jnp.sin(x).sum() for x in jax.tree.leaves(f(t)))
+        both = jax.jit(lambda t, f=f, loss=loss: (f(t), jax.grad(loss)(t)))
+        results, gradients = found[implementation] = both(low)
+        assert {x.dtype for x in jax.tree.leaves(results)} == {jnp.dtype(jnp.float32)}
+        assert {x.dtype for x in gradients.values()} == {jnp.dtype(jnp.bfloat16)}
+    wide = lambda x: np.asarray(x, np.float32)
+    # sums of a few terms of size one, each rounded at 2⁻⁸
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(wide(a), wide(b), atol=0.1, rtol=0.05),
+        found["dense"],
+        found["blockwise"],
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_over_a_cache(x64, name):
+    """The last two queries, over a cache whose unwritten part holds anything."""
+    sizes, context = CASES[name]
+    inputs = random_inputs(
+        np.random.default_rng(4), **{**sizes, "leading": (2,), "segments": False}
+    )
+    _, o, a = attend(**inputs, tau=TAU, context=context)
+    start = inputs["q"].shape[1] - 2
+    cached = {n: inputs[n][:, start:] for n in ("q", "g") if n in inputs}
+    for n in ("k", "h", "v"):
+        if n in inputs:
+            cached[n] = np.concatenate([inputs[n], np.full_like(inputs[n], 1e3)], axis=1)
+    biases = {n: inputs[n] for n in ("slopes", "self_bias")}
+    how = dict(start=jnp.asarray(start), tau=TAU, context=context)
+    found_o, found_a = attend_cached(**cached, **biases, **how)
+    np.testing.assert_allclose(found_o, o[:, start:], rtol=1e-11)
+    assert (found_a is None) == (a is None)
+    if a is not None:
+        np.testing.assert_allclose(found_a, a[:, start:], rtol=1e-11)
+    low = {n: jnp.asarray(x, jnp.bfloat16) for n, x in cached.items()}
+    for x in attend_cached(**low, **biases, **how):
+        assert x is None or x.dtype == jnp.float32
+
+
+def test_refusals():
+    q = np.zeros((3, 2, 4), np.float32)
     with pytest.raises(ValueError, match="averages h"):
-        attend(low["q"], low["k"], tau=TAU, context="summed")
+        attend(q, q, tau=TAU, context="summed")
     with pytest.raises(ValueError, match="v must be"):
-        attend(low["q"], low["k"], tau=TAU, v=low["k"][..., :1])
+        attend(q, q, tau=TAU, v=q[..., :1])

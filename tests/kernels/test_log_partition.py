@@ -100,10 +100,9 @@ def test_derivatives_of_blockwise_are_those_of_dense(x64, case):
             )
 
 
-@pytest.mark.parametrize("diagonal", ["shared", "per_head"])
-def test_derivatives_are_finite_differences(x64, diagonal):
+def test_derivatives_are_finite_differences(x64):
     rng = np.random.default_rng(2)
-    inputs = random_inputs(rng, 5, leading=(1,), diagonal=diagonal, segments=True)
+    inputs = random_inputs(rng, 5, leading=(1,), diagonal="shared", segments=True)
     floats, rest = split(inputs)
 
     @jax.jit
@@ -122,7 +121,7 @@ def test_hidden_pairs_have_no_derivative(implementation):
     f = lambda t: log_partition(
         **t, **rest, tau=TAU, implementation=implementation, block_sizes=(4, 2)
     )
-    by_input = jax.jacrev(f)(floats)  # each [K, I, ...]
+    by_input = jax.jit(jax.jacrev(f))(floats)  # each [K, I, ...]
     i, j = np.indices((6, 6))
     visible = (j <= i) & (segments[i] == segments[j])
     for name, axes in (("k", (0, 3, 4)), ("h", (0, 3))):
@@ -143,17 +142,22 @@ def test_large_logits_stay_finite(implementation, scale):
         q, k, tau=1.0, slopes=s, implementation=implementation, block_sizes=(2, 4)
     )
     slopes = np.ones(2, np.float32)
-    lse, pull_back = jax.vjp(f, q, k, slopes)
+
+    @jax.jit
+    def derivatives(q):
+        lse, pull_back = jax.vjp(f, q, k, slopes)
+        force = jax.grad(lambda q: f(q, k, slopes).sum())
+        return lse, pull_back(jnp.ones_like(lse)), jax.grad(lambda q: (force(q) ** 2).sum())(q)
+
+    lse, gradients, second = derivatives(q)
     assert np.abs(lse).max() > 1e4
     expected = attention(*(x.astype(np.float64) for x in (q, k)), tau=1.0, slopes=slopes)[0]
     np.testing.assert_allclose(lse, expected, rtol=1e-5)
-    assert all(np.isfinite(x).all() for x in pull_back(jnp.ones_like(lse)))
-    second = jax.grad(lambda q: (jax.grad(lambda q: f(q, k, slopes).sum())(q) ** 2).sum())(q)
-    assert np.isfinite(second).all()
+    assert all(np.isfinite(x).all() for x in (*gradients, second))
 
 
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_low_precision_in_float32_out(implementation, dtype):
     """Errors beside the inputs' own rounding, so against float32 on the rounded inputs."""
     rng = np.random.default_rng(5)
@@ -161,18 +165,23 @@ def test_low_precision_in_float32_out(implementation, dtype):
     low = {n: jnp.asarray(x, dtype) for n, x in raw.items()}
     wide = {n: x.astype(jnp.float32) for n, x in low.items()}
     how = dict(tau=TAU, implementation=implementation, block_sizes=(8, 8))
-    lse, pull_back = jax.vjp(lambda t: log_partition(**t, **how), low)
-    exact, exact_pull_back = jax.vjp(
-        lambda t: log_partition(**t, tau=TAU, implementation="dense"), wide
-    )
+    bar = jnp.asarray(rng.normal(size=(2, 2, 20)), jnp.float32)
+
+    def value_and_gradient(t, how):
+        lse, pull_back = jax.vjp(lambda t: log_partition(**t, **how), t)
+        return lse, pull_back(bar)[0]
+
+    lse, gradients = jax.jit(lambda t: value_and_gradient(t, how))(low)
+    exact, exact_gradients = jax.jit(
+        lambda t: value_and_gradient(t, dict(tau=TAU, implementation="dense"))
+    )(wide)
     assert lse.dtype == jnp.float32
     np.testing.assert_allclose(lse, exact, rtol=1e-5, atol=1e-5)  # float32's order of summation
-    bar = jnp.asarray(rng.normal(size=lse.shape), jnp.float32)
     # each product's factors are rounded once, its sum once: a few units in the last place
     tolerance = 8 * float(jnp.finfo(dtype).eps)
-    for name, gradient in pull_back(bar)[0].items():
+    for name, gradient in gradients.items():
         assert gradient.dtype == low[name].dtype
-        expected = exact_pull_back(bar)[0][name]
+        expected = exact_gradients[name]
         error = jnp.abs(gradient.astype(jnp.float32) - expected).max()
         assert error <= tolerance * jnp.abs(expected).max(), name
 
@@ -207,7 +216,7 @@ def test_array_likes_and_number_types(x64, implementation):
     assert log_partition(**single, tau=np.sqrt(4.0), **how).dtype == jnp.float32
     blocks = log_partition(**inputs, tau=2.0, block_sizes=[3, np.int64(2)], **how)
     np.testing.assert_allclose(blocks, expected, rtol=1e-12)
-    for dtype in (np.uint8, np.uint32, np.int8):
+    for dtype in (np.uint32, np.int8):
         inputs["segments"] = inputs["segments"].astype(dtype)
         np.testing.assert_array_equal(log_partition(**inputs, tau=2.0, **how), expected)
 
@@ -227,11 +236,13 @@ def test_vmap_and_an_unused_result(x64):
     inputs = random_inputs(rng, 5, leading=(3,), diagonal="shared", slopes=False, self_bias=False)
     f = lambda t: total_log_partition(**t, tau=TAU, implementation="blockwise", block_sizes=(2, 3))
     gradient = lambda t: jax.grad(lambda t: f(t).sum())(t)
-    for mapped, whole in ((jax.vmap(f), f), (jax.vmap(gradient), gradient)):
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12), mapped(inputs), whole(inputs)
-        )
-    unused = jax.grad(lambda t: jax.lax.stop_gradient(f(t)).sum() + t["q"].sum())(inputs)
+    both = lambda t: (f(t), gradient(t))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12),
+        jax.jit(jax.vmap(both))(inputs),
+        jax.jit(both)(inputs),
+    )
+    unused = jax.jit(jax.grad(lambda t: jax.lax.stop_gradient(f(t)).sum() + t["q"].sum()))(inputs)
     np.testing.assert_array_equal(unused["q"], 1.0)
     np.testing.assert_array_equal(unused["k"], 0.0)
 
