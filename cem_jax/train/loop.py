@@ -55,6 +55,7 @@ def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
             loop.announce(start)
             with _stopping_signals() as stop:
                 loss = loop.run(state, start, stop)
+        checkpointer.wait()
         return _result(total, loss, checkpointer)
 
 

@@ -127,7 +127,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
 
 def test_bfloat16_stays_close_and_keeps_float32_parameters():
     data = batches(4)
-    exact, measured = run(tiny_config(train__global_batch=8), data)
+    _, measured = run(tiny_config(train__global_batch=8), data)
     rough, measured_rough = run(
         tiny_config(train__global_batch=8, train__compute_dtype="bfloat16"), data
     )

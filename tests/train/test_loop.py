@@ -1,0 +1,194 @@
+"""`cem train` as a whole: stopping and resuming, refusals, metrics, runs that go bad."""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from cem_jax.errors import RunFailed, UserError
+from cem_jax.train import loop
+from cem_jax.train.checkpoint import Checkpointer
+from cem_jax.train.metrics import read_metrics
+from cem_jax.train.setup import abstract_state
+from tests.tiny import tiny_config, tiny_dataset
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return tiny_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(dataset, tmp_path_factory):
+    """A run that nothing disturbed."""
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    result = loop.train(tiny_config(data__path=str(dataset)), workdir)
+    return workdir, result
+
+
+def stop_after(monkeypatch, step: int) -> None:
+    """As if SIGTERM came during `step`."""
+    unpatched = loop._Loop._pause_after
+
+    def pause(self, now, stop):
+        if now + 1 == step:
+            stop.signal = signal.SIGTERM
+        return unpatched(self, now, stop)
+
+    monkeypatch.setattr(loop._Loop, "_pause_after", pause)
+
+
+def parameters(workdir, config):
+    mesh = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "context"))
+    with Checkpointer(workdir / "checkpoints", keep=2, keep_best=True) as checkpoints:
+        state, _, _ = checkpoints.restore(None, abstract_state(config, mesh))
+    return jax.device_get(state)
+
+
+def without_timing(lines):
+    timing = {"tokens_per_second", "step_seconds", "data_wait_fraction"}
+    return [{k: v for k, v in line.items() if k not in timing} for line in lines]
+
+
+@pytest.mark.parametrize("step", [1, 3, 5])
+def test_a_run_stopped_and_resumed_is_bit_identical(step, dataset, whole, tmp_path, monkeypatch):
+    config = tiny_config(data__path=str(dataset))
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        with pytest.raises(SystemExit) as stopped:
+            loop.train(config, tmp_path / "run")
+    assert stopped.value.code == 128 + signal.SIGTERM
+    result = loop.train(config, tmp_path / "run")
+    assert result["step"] == 8 and result["loss"] == whole[1]["loss"]
+    ours, theirs = (parameters(w, config) for w in (tmp_path / "run", whole[0]))
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(one, other)
+    lines, want = (without_timing(read_metrics(w)) for w in (tmp_path / "run", whole[0]))
+    assert lines == want
+
+
+def test_metrics_have_each_step_once_and_end_with_the_final_evaluation(whole):
+    lines = read_metrics(whole[0])
+    steps = [line["step"] for line in lines if line["kind"] == "train"]
+    assert steps == list(range(1, 9))
+    assert lines[-1]["kind"] == "eval" and lines[-1]["bits_per_byte"] > 0
+    assert set(lines[0]) >= {"loss", "learning_rate", "grad_norm", "tokens", "epoch"}
+
+
+def test_a_finished_run_is_left_as_it_is(dataset, whole):
+    before = {p: p.stat().st_mtime_ns for p in whole[0].rglob("*") if p.is_file()}
+    again = loop.train(tiny_config(data__path=str(dataset)), whole[0])
+    assert again == whole[1]
+    assert before == {p: p.stat().st_mtime_ns for p in whole[0].rglob("*") if p.is_file()}
+
+
+def test_another_architecture_is_refused_with_the_fields_that_differ(dataset, whole):
+    other = tiny_config(data__path=str(dataset), model__dim=64, model__attention__steps=3)
+    with pytest.raises(UserError) as refused:
+        loop.train(other, whole[0])
+    text = "\n".join(refused.value.messages)
+    assert "model.dim: 32 -> 64" in text and "model.attention.steps: 2 -> 3" in text
+
+
+def test_fields_that_change_no_result_may_change(dataset, whole):
+    other = tiny_config(
+        data__path=str(dataset), model__attention__implementation="dense", checkpoint__keep=5
+    )
+    assert loop.train(other, whole[0])["step"] == 8
+
+
+def test_another_dataset_is_refused(whole, tmp_path):
+    other = tiny_dataset(tmp_path, seed=1)
+    with pytest.raises(UserError, match="trained on dataset"):
+        loop.train(tiny_config(data__path=str(other)), whole[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__path": "/no/such/place"}, "no/such/place"),
+        ({"data__path": ""}, "data.path"),
+        ({"model__vocab_size": 300}, "model.vocab_size"),
+        ({"data__separator": "eos"}, "data.separator"),
+        ({"data__context": 1_000_000}, "window"),
+        ({"train__global_batch": 100_000}, "batch"),
+        ({"eval__split": "test"}, "test"),
+        ({"train__steps": None}, "train.steps"),
+        ({"mesh__data": 3}, "mesh"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(
+    changes, message, dataset, tmp_path
+):
+    with pytest.raises(UserError) as refused:
+        loop.train(tiny_config(**({"data__path": str(dataset)} | changes)), tmp_path / "run")
+    assert message in "\n".join(refused.value.messages)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_token_id_outside_the_vocabulary_is_refused_with_its_place(tmp_path):
+    dataset = tiny_dataset(tmp_path)
+    shard = dataset / "train" / "tokens-00000.npy"
+    tokens = np.load(shard)
+    tokens[17] = 320
+    np.save(shard, tokens)
+    with pytest.raises(UserError, match=r"tokens-00000\.npy"):
+        loop.train(tiny_config(data__path=str(dataset)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def poison(monkeypatch, steps: set[int]) -> None:
+    """Steps whose batch holds an id that makes the loss NaN."""
+    unpatched = loop.place_batch
+    count = iter(range(1000))
+
+    def place(batch, mesh):
+        if next(count) in steps:
+            batch = {"tokens": np.full_like(batch["tokens"], 99_999)}
+        return unpatched(batch, mesh)
+
+    monkeypatch.setattr(loop, "place_batch", place)
+
+
+def test_a_bad_step_is_skipped_and_reported(dataset, tmp_path, monkeypatch):
+    poison(monkeypatch, {4})
+    loop.train(tiny_config(data__path=str(dataset)), tmp_path / "run")
+    lines = read_metrics(tmp_path / "run")
+    events = [line for line in lines if line["kind"] == "event"]
+    assert [(e["step"], e["event"]) for e in events] == [(5, "skipped")]
+    train = [line for line in lines if line["kind"] == "train"]
+    assert [line["loss"] is None for line in train] == [False] * 4 + [True] + [False] * 3
+    assert train[-1]["skipped_steps"] == 1
+
+
+def test_bad_steps_in_a_row_stop_the_run_with_a_good_checkpoint(dataset, tmp_path, monkeypatch):
+    poison(monkeypatch, set(range(4, 100)))
+    config = tiny_config(data__path=str(dataset), train__max_bad_steps=3)
+    with pytest.raises(RunFailed, match="step 7: 3 non-finite steps in a row"):
+        loop.train(config, tmp_path / "run")
+    state = parameters(tmp_path / "run", config)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+def test_the_run_directory_holds_what_eval_and_generate_need(dataset, whole):
+    config = json.loads((whole[0] / "config.json").read_text())
+    assert config["model"]["dim"] == 32
+    model = (whole[0] / "tokenizer.model").read_bytes()
+    assert model == (dataset / "tokenizer.model").read_bytes()
+    with Checkpointer(whole[0] / "checkpoints", keep=2, keep_best=True) as checkpoints:
+        extra = checkpoints.read_extra()
+        assert {"config", "dataset", "tokenizer", "windows_consumed"} <= set(extra)
+        assert checkpoints.latest_step() == 8
+
+
+def test_a_profile_is_written_for_the_steps_asked_for(dataset, tmp_path):
+    config = tiny_config(data__path=str(dataset), train__steps=4, log__profile_steps=(2, 2))
+    loop.train(config, tmp_path / "run")
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+def test_training_learns(whole):
+    losses = [line["loss"] for line in read_metrics(whole[0]) if line["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.3
