@@ -1,8 +1,13 @@
-"""Small model configurations, by the fields that a test is about."""
+"""Small model configurations, by the fields that a test is about, and parameters for them."""
 
 import dataclasses
+import zlib
+
+import jax
+import numpy as np
 
 from cem_jax.config import AttentionConfig, MLPConfig, ModelConfig
+from cem_jax.model import pure
 
 _ATTENTION = AttentionConfig(
     kind="cem",
@@ -85,3 +90,15 @@ def full_config(**fields) -> ModelConfig:
         mlp_preconditioner="diagonal_low_rank",
     )
     return model_config(**full | fields)
+
+
+def random_parameters(config: ModelConfig, dtype=np.float64) -> dict:
+    """A parameter tree with nothing at a special value; a name and shape draw the same always."""
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path)
+        rng = np.random.default_rng([zlib.crc32(name.encode()), *leaf.shape])
+        centre = 1.0 if "norm" in name or "eta" in name else 0.0
+        return (centre + 0.4 * rng.normal(size=leaf.shape)).astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, pure.abstract_parameters(config))
