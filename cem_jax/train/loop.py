@@ -4,6 +4,7 @@ The device is kept ahead of the host: a step is dispatched before the one before
 """
 
 import base64
+import math
 import signal
 import sys
 import time
@@ -227,7 +228,7 @@ class _Loop:
             "separator": self.setup.mixture.separator,
             "tokenizer": base64.b64encode(self.setup.mixture.load_tokenizer().model_bytes).decode(),
             "windows_consumed": done * self.config.train.global_batch,
-            "loss": self.loss,
+            "loss": self.loss if math.isfinite(self.loss) else None,
         }
         metric = self.validation_loss if self.eval_is_due else None
         self.checkpointer.save(done, state, extra, metric)
