@@ -8,7 +8,7 @@ from cem_jax.config import Config, load_config
 from cem_jax.data import prepare, tokenizer
 
 BASE = str(Path(__file__).parents[1] / "configs" / "base.py")
-WORDS = "gradient energy step layer token query key head value norm mask loss time".split()
+WORDS = ["gradient", "energy", "step", "layer", "token", "query", "key", "head", "norm", "loss"]
 FIELDS = {
     "model.vocab_size": 320,
     "model.dim": 32,

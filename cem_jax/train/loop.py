@@ -108,8 +108,8 @@ class _Loop:
         kind = jax.devices()[0].device_kind
         what = f"resuming at step {start}" if start else "starting"
         self.progress.message(
-            f"{what} of {self.total} in {self.workdir}: {self.config.train.global_batch} sequences of "
-            f"{self.config.data.context} tokens a step, {self.config.train.compute_dtype}, "
+            f"{what} of {self.total} in {self.workdir}: {self.config.train.global_batch} sequences "
+            f"of {self.config.data.context} tokens a step, {self.config.train.compute_dtype}, "
             f"{devices} × {kind}"
         )
 

@@ -1,7 +1,7 @@
 """AdamW with warm-up and cosine decay (Table 2), without its learning rate.
 
-The learning rate is a function of the step and is applied in `train.step`, so that what is logged is
-what was used.
+The learning rate is a function of the step and is applied in `train.step`, so that what is logged
+is what was used.
 """
 
 from typing import Any

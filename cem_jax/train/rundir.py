@@ -32,7 +32,7 @@ FREE_FIELDS = (
 
 
 def read_config(workdir: Path) -> Config | None:
-    """The configuration of the run in `workdir`; None if there is none. Raises UserError if broken."""
+    """The configuration of the run in `workdir`, None if there is none; UserError if broken."""
     path = workdir / "config.json"
     if not path.exists():
         return None

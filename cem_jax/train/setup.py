@@ -12,7 +12,6 @@ from cem_jax.data.loader import TrainLoader
 from cem_jax.data.mixture import Mixture, open_mixture, single
 from cem_jax.data.store import check_token_ids, open_dataset
 from cem_jax.errors import UserError
-from cem_jax.train.validation import Evaluator
 from cem_jax.model import pure
 from cem_jax.parallel.mesh import (
     batch_sharding,
@@ -23,6 +22,7 @@ from cem_jax.parallel.mesh import (
     validate,
 )
 from cem_jax.train.step import TrainState, initial_state
+from cem_jax.train.validation import Evaluator
 
 
 class Setup(NamedTuple):
@@ -37,7 +37,7 @@ class Setup(NamedTuple):
 
 
 def prepare_run(config: Config) -> Setup:
-    """Opens the data and lays the state over the devices. Raises UserError with what does not fit."""
+    """Opens the data, lays the state over the devices. Raises UserError with what does not fit."""
     config.total_steps  # noqa: B018 - raises when the config does not say how long
     _configure_jax(config)
     mixture = open_data(config)

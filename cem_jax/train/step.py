@@ -95,8 +95,8 @@ def make_train_step(
 def accumulate(loss_of, params, batch: Batch, microbatches: int):
     """(loss, gradient) of the whole batch, one microbatch at a time.
 
-    `loss_of(params, part, total_weight)` gives (objective, loss to report), both already divided by the
-    whole batch's weight, so that the parts simply add up.
+    `loss_of(params, part, total_weight)` gives (objective, loss to report), both already divided by
+    the whole batch's weight, so that the parts simply add up.
     """
     total_weight = batch["weights"].sum() if "weights" in batch else _targets(batch)
     gradient = jax.value_and_grad(loss_of, has_aux=True)

@@ -119,9 +119,7 @@ def test_another_dataset_is_refused(whole, tmp_path):
         ({"mesh__data": 3}, "mesh"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_is_written(
-    changes, message, dataset, tmp_path
-):
+def test_what_cannot_run_is_refused_before_anything_is_written(changes, message, dataset, tmp_path):
     with pytest.raises(UserError) as refused:
         loop.train(tiny_config(**({"data__path": str(dataset)} | changes)), tmp_path / "run")
     assert message in "\n".join(refused.value.messages)
