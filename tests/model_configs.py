@@ -1,6 +1,7 @@
 """Small model configurations, by the fields that a test is about, and parameters for them."""
 
 import dataclasses
+import functools
 import zlib
 
 import jax
@@ -92,8 +93,12 @@ def full_config(**fields) -> ModelConfig:
     return model_config(**full | fields)
 
 
+@functools.cache
 def random_parameters(config: ModelConfig, dtype=np.float64) -> dict:
-    """A parameter tree with nothing at a special value; a name and shape draw the same always."""
+    """A parameter tree with nothing at a special value; a name and shape draw the same always.
+
+    Kept for the next caller: copy before changing.
+    """
 
     def draw(path, leaf):
         name = jax.tree_util.keystr(path)

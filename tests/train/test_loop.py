@@ -6,13 +6,13 @@ import signal
 import jax
 import numpy as np
 import pytest
+from tiny import tiny_config, tiny_dataset
 
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.train import loop
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.metrics import read_metrics
 from cem_jax.train.setup import abstract_state
-from tests.tiny import tiny_config, tiny_dataset
 
 
 @pytest.fixture(scope="module")

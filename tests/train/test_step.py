@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import tiny_config
 
 from cem_jax.model import pure
 from cem_jax.train.optimizer import adamw, decay_mask, learning_rate
 from cem_jax.train.step import initial_state, make_train_step
-from tests.tiny import tiny_config
 
 TOTAL = 8
 
