@@ -1,6 +1,7 @@
 """A configuration and a corpus small enough for any test."""
 
 import random
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ FIELDS = {
     "eval.batches": 2,
     "log.every": 1,
     "log.tensorboard": False,
+    "log.compile_cache": str(Path(tempfile.gettempdir()) / "cem_jax-tests-compiled"),
 }
 
 
