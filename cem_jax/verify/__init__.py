@@ -1,0 +1,114 @@
+"""`cem verify`: is every layer update the gradient of its energy, and every shortcut exact?
+
+The config's own layer, its switches at a small random size, and random switches are compared with
+`plain`, an implementation straight from the equations, in float64, float32 and bfloat16.
+
+    case     models with random values in every parameter
+    plain    the oracle
+    rows     errors, and the tolerances that rounding explains
+    forces   energies and forces at one state
+    whole    the model: logits, parameter gradients, causality, decoding
+    special  T=1 as Llama, rotary, activations
+    descent  where energies provably fall
+    report   the table
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cem_jax.config import Config, load_config
+from cem_jax.verify import report
+from cem_jax.verify.case import Case, config_case, random_case, small_case
+from cem_jax.verify.descent import Fact, facts, theorem_rows
+from cem_jax.verify.forces import attention_rows, mlp_rows
+from cem_jax.verify.rows import Row
+from cem_jax.verify.special import activation_rows, llama_rows, rotary_rows, slope_rows
+from cem_jax.verify.whole import whole_rows
+
+Stage = tuple[str, Callable[[], Iterable[Row]]]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Verify the configuration and print the table; `passed` is False if a row fails.
+
+    Raises UserError on a faulty configuration.
+    """
+    return verify(load_config(args.config, args.overrides))
+
+
+def verify(config: Config) -> dict[str, Any]:
+    """`passed`, `rows`, and `descent`: what is provable of the config's own layers."""
+    known: list[Fact] = []
+    sections = list(_sections(config, known))
+    progress = report.Progress(sum(len(stages) for _, _, stages in sections))
+    tables = []
+    for title, words, stages in sections:
+        rows: list[Row] = []
+        for label, make_rows in stages:
+            progress.stage(f"{title}: {label}")
+            rows += make_rows()
+        if rows:
+            tables.append((f"{title}: {words}" if words else title, rows))
+    progress.close()
+    everything = [row for _, rows in tables for row in rows]
+    passed = all(row.passed for row in everything)
+    for line in report.table(tables):
+        print(line)
+    print()
+    for fact in known:
+        print(report.fact_line(fact))
+    for line in report.summary(everything, progress.seconds):
+        print(line)
+    sys.stdout.flush()
+    return dict(
+        passed=passed,
+        rows=[row.to_json() for row in everything],
+        descent=[fact.to_json() for fact in known],
+    )
+
+
+def _sections(config: Config, known: list[Fact]) -> Iterable[tuple[str, str, list[Stage]]]:
+    """The table's parts: title, switches, stages that make rows. Facts of descent go to `known`."""
+    own, small = config_case(config), small_case(config)
+    stages = [*_layer_stages(own), ("descent", lambda: _descent_rows(own, known))]
+    yield own.title, own.switches, stages
+    activations = [config.model.mlp.activation]
+    functions: list[Stage] = [("ALiBi", lambda: slope_rows(own))]
+    if own.has_energy:
+        yield (
+            small.title,
+            small.switches,
+            [
+                *_layer_stages(small),
+                ("descent", lambda: theorem_rows(small)),
+            ],
+        )
+        other = random_case(config)
+        yield other.title, other.switches, _layer_stages(other)
+        activations.append(other.model.mlp.activation)
+        functions.append(("rotary", lambda: rotary_rows(own)))
+    else:
+        yield small.title, small.switches, _layer_stages(small)
+    for name in dict.fromkeys(activations):
+        functions.append((name, lambda name=name: activation_rows(name)))
+    yield "functions", "", functions
+
+
+def _layer_stages(case: Case) -> list[Stage]:
+    stages: list[Stage] = []
+    if case.model.attention.kind == "cem":
+        stages.append(("attention", lambda: attention_rows(case)))
+    if case.model.mlp.kind == "cem":
+        stages.append(("MLP", lambda: mlp_rows(case)))
+    if case.has_energy:
+        stages.append(("T=1 as Llama", lambda: llama_rows(case)))
+    return [*stages, ("whole model", lambda: whole_rows(case))]
+
+
+def _descent_rows(case: Case, known: list[Fact]) -> Iterable[Row]:
+    for fact, row in facts(case):
+        known.append(fact)
+        if row is not None:
+            yield row

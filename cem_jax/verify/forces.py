@@ -1,0 +1,318 @@
+"""Energies and forces of the CEM sublayers at one state, every way they can be computed.
+
+Shapes: J positions · D model dim · N directions.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cem_jax.config import ModelConfig
+from cem_jax.energy import (
+    elementwise_force,
+    interaction_energy,
+    interaction_force,
+    preconditioner_matrix,
+)
+from cem_jax.energy.interaction import diagonal_coordinates, energy_of_query, heads_apart
+from cem_jax.kernels import IMPLEMENTATIONS
+from cem_jax.verify import plain
+from cem_jax.verify.case import Case, sublayer
+from cem_jax.verify.rows import (
+    SAFETY,
+    Row,
+    compare,
+    eps,
+    in_dtype,
+    jit,
+    parameters_in,
+    precision,
+    reference,
+    relative_error,
+    to_numpy,
+)
+
+_UPDATES = ("autodiff", "closed_form")
+_DIRECTIONS = 4
+# Five-point differences with steps of 3e-3 along directions of ±1: 1e-11 from the fifth derivative,
+# 1e-11 from rounding, and 1e-8 from φ of SiLU, whose two branches meet to 7e-11 only, and a part of
+# the thousands of hidden units crosses within a step.
+_DIFFERENCE_STEP, _DIFFERENCE_TOLERANCE = 3e-3, 1e-7
+# ReLU's σ has a kink: steps so small that hardly a unit crosses it, at the price of rounding.
+_KINK_STEP, _KINK_TOLERANCE = 1e-6, 1e-6
+
+
+def implementations() -> tuple[str, ...]:
+    """Every attention implementation by its own name."""
+    return tuple(name for name in IMPLEMENTATIONS if name != "auto")
+
+
+def attention_rows(case: Case) -> Iterator[Row]:
+    """Rows of a CEM attention layer."""
+    c, shape = case.model, case.attention_shape
+    x, context = case.states(2)
+    p = case.layer("attention")
+    segments = case.segments_J
+    wanted = reference(
+        lambda p, x, h: _plain_attention(p, x[0], h[0], segments, c),
+        p, x, context, dtypes=case.dtypes,
+    )  # fmt: skip
+    for dtype in case.dtypes:
+        found = _in(dtype, lambda p, x, h: _attention_results(c, p, x, h, segments), p, x, context)
+        for name in implementations():
+            yield compare(
+                f"attention energy, {name}", shape, dtype, found[f"energy {name}"],
+                wanted.part("energy"),
+            )  # fmt: skip
+        for update in _UPDATES:
+            for name in implementations():
+                yield compare(
+                    f"attention force, {update.replace('_', ' ')}, {name}", shape, dtype,
+                    found[f"{update} {name}"], wanted.part("force"),
+                )  # fmt: skip
+        yield compare(
+            "attention update ηF, through the norm", shape, dtype, found["update"],
+            wanted.part("update"),
+        )  # fmt: skip
+        if "preconditioner" in p:
+            yield compare(
+                "attention force, explicit P", shape, dtype, found["explicit P"],
+                wanted.part("force"),
+            )  # fmt: skip
+    with precision("float64"):
+        yield from _attention_differences(case, p, x, context)
+
+
+def mlp_rows(case: Case) -> Iterator[Row]:
+    """Rows of a CEM MLP layer."""
+    c, shape = case.model, case.mlp_shape
+    x, context = case.states(2)
+    p = case.layer("mlp")
+    wanted = reference(
+        lambda p, x, h: _plain_mlp(p, x[0], h[0], c), p, x, context, dtypes=case.dtypes
+    )
+    for dtype in case.dtypes:
+        found = _in(dtype, lambda p, x, h: _mlp_results(c, p, x, h), p, x, context)
+        yield compare(
+            "MLP energy", shape, dtype, found["energy"], wanted.part("energy"),
+            slack=_phi_slack(case, p, context, wanted.value["energy"]),
+        )  # fmt: skip
+        for update in _UPDATES:
+            yield compare(
+                f"MLP force, {update.replace('_', ' ')}", shape, dtype, found[update],
+                wanted.part("force"),
+            )  # fmt: skip
+        yield compare(
+            "MLP update ηF, through the norm", shape, dtype, found["update"],
+            wanted.part("update"),
+        )  # fmt: skip
+        if "preconditioner" in p:
+            yield compare(
+                "MLP force, explicit P", shape, dtype, found["explicit P"], wanted.part("force")
+            )
+    with precision("float64"):
+        yield _mlp_differences(case, p, x, context)
+
+
+def explicit_matrix(factors: Any, dim: int) -> jax.Array:
+    """The library's P of a layer's parameters, written out."""
+    argument = factors["p"] * np.sqrt(dim).astype(factors["p"].dtype)
+    return preconditioner_matrix(argument, factors.get("left"), factors.get("right"))
+
+
+def _in(dtype: str, function: Callable, p: Any, *states: np.ndarray) -> Any:
+    """`function(parameters, *states)`, computed in `dtype`."""
+    with precision(dtype):
+        found = jit(function)(parameters_in(p, dtype), *in_dtype(states, dtype))
+        return to_numpy(found)
+
+
+def _rows_of(segments_J):
+    return None if segments_J is None else segments_J[None]
+
+
+def attention_frame(c: ModelConfig, p: Any, h: jax.Array, segments_J) -> tuple[Any, Any]:
+    """A CEM attention layer and its frame."""
+    layer = sublayer(c, "attention", p)
+    return layer, layer.frame(h, _rows_of(segments_J))
+
+
+def functional_arguments(c: ModelConfig, p: Any, positions: int, segments_J) -> dict[str, Any]:
+    """Keyword arguments of the public energy and force of that layer."""
+    a = c.attention
+    return dict(
+        tau=c.tau,
+        diagonal=p.get("diagonal"),
+        slopes=plain.slopes(a.alibi_slopes, a.heads) if a.position == "alibi" else None,
+        self_bias=p.get("self_bias"),
+        rotary=(np.arange(positions), a.rope_base) if a.position == "rope" else None,
+        segments=_rows_of(segments_J),
+    )
+
+
+def _plain_attention(p, x_JD, h_JD, segments_J, c: ModelConfig) -> dict[str, jax.Array]:
+    return {
+        "energy": plain.interaction_energy(x_JD, h_JD, p, segments_J, c)[None],
+        "force": plain.interaction_force(x_JD, h_JD, p, segments_J, c)[None],
+        "update": (plain.attention_step(x_JD, h_JD, p, segments_J, c) - x_JD)[None],
+    }
+
+
+def _attention_results(c: ModelConfig, p, u, h, segments_J) -> dict[str, jax.Array]:
+    """The layer's energy, force and update, and the functions' force with P written out."""
+    found = {}
+    for name in implementations():
+        for update in _UPDATES:
+            attention = replace(c.attention, implementation=name, update=update)
+            layer, frame = attention_frame(replace(c, attention=attention), p, h, segments_J)
+            found[f"{update} {name}"] = layer.force(u, frame)
+        found[f"energy {name}"] = layer.energy_at(u, frame)
+    layer, _ = attention_frame(c, p, h, segments_J)
+    found["update"] = layer.update(u, h, segments=_rows_of(segments_J))
+    if "preconditioner" in p:
+        matrix = explicit_matrix(p["preconditioner"], c.dim)
+        if matrix.ndim == 2:
+            matrix = jnp.stack([matrix] * c.attention.heads)
+        found["explicit P"] = interaction_force(
+            u,
+            h,
+            p["query"].astype(u.dtype),
+            p["key"].astype(u.dtype),
+            diagonal_in_update=c.attention.diagonal_in_update,
+            preconditioner=matrix,
+            **_in_state_dtype(functional_arguments(c, p, u.shape[-2], segments_J), u.dtype),
+        )
+    return found
+
+
+def _plain_mlp(p, x_JD, h_JD, c: ModelConfig) -> dict[str, Any]:
+    return {
+        "energy": plain.elementwise_energy(x_JD, h_JD, p, c)[None],
+        "force": plain.elementwise_force(x_JD, h_JD, p, c)[None],
+        "update": (plain.mlp_step(x_JD, h_JD, p, c) - x_JD)[None],
+    }
+
+
+def _mlp_results(c: ModelConfig, p, u, h) -> dict[str, jax.Array]:
+    """The layer's energy, force and update, and the functions' force with P written out."""
+    found = {}
+    for update in _UPDATES:
+        layer = sublayer(replace(c, mlp=replace(c.mlp, update=update)), "mlp", p)
+        frame = layer.frame(h)
+        found[update] = layer.force(u, frame)
+    found["energy"] = layer.energy_at(u, frame)
+    found["update"] = sublayer(c, "mlp", p).update(u, h)
+    if "preconditioner" in p:
+        found["explicit P"] = elementwise_force(
+            u,
+            frame.gamma,
+            p["tied"].astype(u.dtype),
+            activation=c.mlp.activation,
+            preconditioner=explicit_matrix(p["preconditioner"], c.dim).astype(u.dtype),
+        )
+    return found
+
+
+def _phi_slack(case: Case, p, context, energy: np.ndarray) -> float:
+    """What the series of SiLU's φ, off by 4e-11, may add to the energy, relative to the largest."""
+    if case.model.mlp.activation != "silu":
+        return 0.0
+    gamma_JM = np.abs(context[0] @ p["multiplier"].T)
+    return float(4e-11 * gamma_JM.sum(-1).max() / np.abs(energy).max())
+
+
+def _in_state_dtype(arguments: dict[str, Any], dtype) -> dict[str, Any]:
+    """The functions promote their arguments; the layers compute in the state's dtype."""
+    diagonal = arguments["diagonal"]
+    return {**arguments, "diagonal": None if diagonal is None else diagonal.astype(dtype)}
+
+
+def _attention_differences(case: Case, p, x, context) -> Iterator[Row]:
+    """−∂ε/∂u against central differences of ε; h, and in Algorithm 1 the diagonal's term, held."""
+    c, shape = case.model, case.attention_shape
+    p, u, h = in_dtype((p, x, context), "float64")
+
+    def energy(u, p, h):
+        arguments = functional_arguments(c, p, case.positions, case.segments_J)
+        return interaction_energy(u, h, p["query"], p["key"], **arguments)
+
+    def force(u, p, h, exact: bool):
+        arguments = functional_arguments(c, p, case.positions, case.segments_J)
+        return interaction_force(u, h, p["query"], p["key"], diagonal_in_update=exact, **arguments)
+
+    @jit
+    def results(u, p, h):
+        autodiff = -jax.grad(lambda u: energy(u, p, h).sum())(u)
+        return autodiff, force(u, p, h, exact=True), force(u, p, h, exact=False)
+
+    autodiff, exact, algorithm_1 = results(u, p, h)
+    check = "attention −∂ε/∂u, autodiff = closed form"
+    yield Row(check, shape, "float64", relative_error(autodiff, exact), _rounding(case))
+    check = "attention −∂ε/∂u, central differences"
+    yield difference_row(check, shape, energy, u, (p, h), exact, case)
+    if "diagonal" in p and not c.attention.diagonal_in_update:
+        check = "attention −∂ε/∂u, d∘u held, central differences"
+        held_energy = lambda moved, p, h, u: _held_energy(case, moved, p, h, u)
+        yield difference_row(check, shape, held_energy, u, (p, h, u), algorithm_1, case)
+
+
+def _held_energy(case: Case, moved, p, h, u) -> jax.Array:
+    """ε at `moved`, where the diagonal's d∘u stays that of `u`."""
+    layer, frame = attention_frame(case.model, p, h, case.segments_J)
+    g = diagonal_coordinates(u, layer.diagonal[...])
+    q = heads_apart(moved, p["query"])
+    return energy_of_query(q, g, frame.context, tau=case.model.tau, implementation="dense")
+
+
+def _mlp_differences(case: Case, p, x, context) -> Row:
+    c = case.model
+    p, u, h = in_dtype((p, x, context), "float64")
+
+    def energy(u, p, h):
+        layer = sublayer(c, "mlp", p)
+        return layer.energy_at(u, layer.frame(h))
+
+    gamma = h @ p["multiplier"].T
+    force = jit(lambda *args: elementwise_force(*args, activation=c.mlp.activation))
+    check = "MLP −∂ξ/∂u, central differences"
+    kink = c.mlp.activation == "relu"
+    wanted = force(u, gamma, p["tied"])
+    return difference_row(check, case.mlp_shape, energy, u, (p, h), wanted, case, kink=kink)
+
+
+def difference_row(
+    check: str,
+    shape: str,
+    energy: Callable,
+    u: jax.Array,
+    held: tuple,
+    force: jax.Array,
+    case: Case,
+    *,
+    kink: bool = False,
+) -> Row:
+    """`force` against −∂energy(u, *held)/∂u by five-point differences along random directions.
+
+    A position's energy depends on its own u alone, so all positions move at once.
+    """
+    step, tolerance = (
+        (_KINK_STEP, _KINK_TOLERANCE) if kink else (_DIFFERENCE_STEP, _DIFFERENCE_TOLERANCE)
+    )
+    rng = np.random.default_rng(case.seed)
+    directions = rng.integers(0, 2, (_DIRECTIONS, *u.shape)) * 2.0 - 1.0
+    offsets = step * np.array([-2.0, -1.0, 1.0, 2.0]).reshape(4, 1, 1, 1, 1) * directions[None]
+    points = (np.asarray(u)[None, None] + offsets).reshape(-1, *u.shape)
+    energies = jit(lambda points, *held: jax.vmap(lambda u: energy(u, *held))(points))
+    e = np.asarray(energies(jnp.asarray(points), *held)).reshape(4, _DIRECTIONS, *u.shape[:-1])
+    slope = (e[0] - 8.0 * e[1] + 8.0 * e[2] - e[3]) / (12.0 * step)
+    along = (np.asarray(force)[None] * directions).sum(-1)
+    return Row(check, shape, "float64", relative_error(-slope, along), tolerance)
+
+
+def _rounding(case: Case) -> float:
+    """Two float64 computations of the same sums over D and J, both well conditioned."""
+    return SAFETY["float64"] * eps("float64") * float(np.sqrt(case.model.dim * case.positions))

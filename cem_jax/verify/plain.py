@@ -1,0 +1,264 @@
+"""The model once more, straight from Algorithm 1 and the equations: the oracle of `cem verify`.
+
+Every score and every preconditioner is written out, steps and layers are Python loops, derivatives
+are JAX's own, and nothing of `kernels`, `energy` or `model` is used. One sequence at a time.
+
+Shapes: J positions (i query, j key) · D model dim · K heads · R head dim · M MLP dim · S rank ·
+V vocabulary.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.stats import norm as normal
+
+from cem_jax.config import ModelConfig
+
+Parameters = dict[str, Any]
+
+SIGMA = {
+    "silu": lambda x: x / (1.0 + jnp.exp(-x)),
+    "gelu": lambda x: x * normal.cdf(x),
+    "relu": lambda x: jnp.where(x > 0, x, 0.0),
+}
+
+
+def logits(
+    parameters: Parameters, tokens_J: jax.Array, segments_J: jax.Array | None, c: ModelConfig
+) -> jax.Array:
+    """[J, V] logits of one sequence."""
+    x_JD = parameters["embedding"][tokens_J]
+    for layer in range(c.layers):
+        block = jax.tree.map(lambda leaf, i=layer: leaf[i], parameters["blocks"])
+        x_JD = attention(x_JD, block["attention"], segments_J, c)
+        x_JD = mlp(x_JD, block["mlp"], c)
+    head_VD = parameters["embedding"] if c.tie_embeddings else parameters["head"]
+    return norm(x_JD, parameters["norm"], c.norm_eps) @ head_VD.T
+
+
+def attention(x_JD, p: Parameters, segments_J, c: ModelConfig) -> jax.Array:
+    """The attention sublayer: T steps of Eq. 16, or T times Llama's."""
+    if c.attention.kind == "llama":
+        for _ in range(c.attention.steps):
+            x_JD = _llama_attention(x_JD, p, segments_J, c)
+        return x_JD
+    h_JD = norm(x_JD, p["norm"], c.norm_eps)
+    state_JD = x_JD if c.residual == "prenorm" else h_JD
+    for _ in range(c.attention.steps):
+        state_JD = attention_step(state_JD, h_JD, p, segments_J, c)
+    return state_JD
+
+
+def mlp(x_JD, p: Parameters, c: ModelConfig) -> jax.Array:
+    """The MLP sublayer: T steps of Eq. 17, or T times the gated MLP."""
+    if c.mlp.kind == "gated":
+        for _ in range(c.mlp.steps):
+            x_JD = _gated_mlp(x_JD, p, c)
+        return x_JD
+    h_JD = norm(x_JD, p["norm"], c.norm_eps)
+    state_JD = x_JD if c.residual == "prenorm" else h_JD
+    for _ in range(c.mlp.steps):
+        state_JD = mlp_step(state_JD, h_JD, p, c)
+    return state_JD
+
+
+# Jitted step by step: the loops over steps and layers compile one step, whatever T is.
+
+
+@partial(jax.jit, static_argnames="c")
+def attention_step(x_JD, h_JD, p: Parameters, segments_J, c: ModelConfig) -> jax.Array:
+    """x + η F(u) of the interaction energy."""
+    force_JD = interaction_force(_state_norm(x_JD, p, c), h_JD, p, segments_J, c)
+    eta = p.get("eta", c.attention.step_size)
+    return x_JD + eta * _through_norm(force_JD, x_JD, p, c)
+
+
+@partial(jax.jit, static_argnames="c")
+def mlp_step(x_JD, h_JD, p: Parameters, c: ModelConfig) -> jax.Array:
+    """x + η F(u) of the element-wise energy."""
+    force_JD = elementwise_force(_state_norm(x_JD, p, c), h_JD, p, c)
+    return x_JD + p.get("eta", c.mlp.step_size) * _through_norm(force_JD, x_JD, p, c)
+
+
+@partial(jax.jit, static_argnames="c")
+def interaction_force(u_JD, h_JD, p: Parameters, segments_J, c: ModelConfig) -> jax.Array:
+    """Σ_k P_k (W^Q_kᵀ o_k [ + d_k ∘ Σ_j α_k h_j ]) (Eq. 3, 14), [J, D]."""
+    exact = c.attention.diagonal_in_update
+
+    def force_of(head: Parameters):
+        s_JJ, k_JR = _scores(u_JD, h_JD, head, segments_J, c)
+        alpha_JJ = jax.nn.softmax(s_JJ, axis=-1)
+        o_JR = _turn(alpha_JJ @ k_JR, c, back=True)
+        force_JD = o_JR @ head["query"]
+        if exact and "diagonal" in head:
+            force_JD += head["diagonal"][None] * (alpha_JJ @ h_JD)
+        return force_JD @ preconditioner(head, c.dim) if "p" in head else force_JD
+
+    # head after head, so that one explicit P stands in memory at a time
+    return jax.lax.map(jax.checkpoint(force_of), _heads(p, c)).sum(0)
+
+
+@partial(jax.jit, static_argnames="c")
+def interaction_energy(u_JD, h_JD, p: Parameters, segments_J, c: ModelConfig) -> jax.Array:
+    """ε = −τ Σ_k log Σ_j exp s_ijk (Eq. 2, 12), [J]."""
+    heads = _heads(p, c)
+    lse_KJ = jax.lax.map(
+        lambda head: jax.nn.logsumexp(_scores(u_JD, h_JD, head, segments_J, c)[0], axis=-1), heads
+    )
+    return -c.tau * lse_KJ.sum(0)
+
+
+@partial(jax.jit, static_argnames="c")
+def elementwise_force(u_JD, h_JD, p: Parameters, c: ModelConfig) -> jax.Array:
+    """P tiedᵀ (γ ∘ σ(tied u)) (Eq. 15), [J, D]."""
+    gamma_JM, z_JM = h_JD @ p["multiplier"].T, u_JD @ p["tied"].T
+    force_JD = (gamma_JM * SIGMA[c.mlp.activation](z_JM)) @ p["tied"]
+    if "preconditioner" in p:
+        force_JD = force_JD @ preconditioner(p["preconditioner"], c.dim)
+    return force_JD
+
+
+def elementwise_energy(u_JD, h_JD, p: Parameters, c: ModelConfig) -> np.ndarray:
+    """ξ = −γ·φ(tied u) (Eq. 7), φ by quadrature, [J]."""
+    u_JD, h_JD, multiplier_MD, tied_MD = map(np.asarray, (u_JD, h_JD, p["multiplier"], p["tied"]))
+    phi_JM = antiderivative(c.mlp.activation, u_JD @ tied_MD.T)
+    return -np.sum((h_JD @ multiplier_MD.T) * phi_JM, axis=-1)
+
+
+def antiderivative(name: str, x: np.ndarray) -> np.ndarray:
+    """φ(x) = ∫_0^∞ σ(x − t) dt by Gauss–Legendre in panels of 4, in float64.
+
+    σ's nearest poles (SiLU's, at ±iπ) lie far enough from a panel for 20 nodes to be exact.
+    """
+    x = np.asarray(x, np.float64)
+    if name == "relu":
+        return 0.5 * np.where(x > 0, x, 0.0) ** 2
+    nodes, weights = np.polynomial.legendre.leggauss(20)
+    end = x.max(initial=0.0) + 45.0  # below −45 the rest of the integral is under 1e-17
+    total = np.zeros_like(x)
+    sigma = jax.jit(SIGMA[name])
+    for start in np.arange(0.0, end, 4.0):
+        for node, weight in zip(start + 2.0 * (nodes + 1.0), 2.0 * weights, strict=True):
+            total += weight * np.asarray(sigma(x - node))
+    return total
+
+
+def preconditioner(factors: Parameters, dim: int) -> jax.Array:
+    """P = diag(softplus(p√D)) + left·rightᵀ + right·leftᵀ, or + left·leftᵀ (Eq. 13), [D, D]."""
+    matrix_DD = jnp.diag(jnp.log1p(jnp.exp(factors["p"] * np.sqrt(dim))))
+    if "left" in factors:
+        left_DS = factors["left"]
+        right_DS = factors.get("right", 0.5 * left_DS)
+        matrix_DD += left_DS @ right_DS.T + right_DS @ left_DS.T
+    return matrix_DD
+
+
+def norm(x_JD, weight_D, eps: float) -> jax.Array:
+    """x / √(mean x² + eps), times the weight if there is one."""
+    u_JD = x_JD / jnp.sqrt(jnp.mean(x_JD**2, axis=-1, keepdims=True) + eps)
+    return u_JD if weight_D is None else u_JD * weight_D[None]
+
+
+def slopes(scheme: str, heads: int) -> np.ndarray:
+    """ALiBi's m_k, rounded to float32 as they are stored, [K]."""
+    k = np.arange(1, heads + 1)
+    if scheme == "power_of_two":
+        return (0.5**k).astype(np.float32)
+    below = 1 << (heads.bit_length() - 1)
+    whole = [2.0 ** (-8.0 * n / below) for n in range(1, below + 1)]
+    between = [2.0 ** (-4.0 * n / below) for n in range(1, 2 * below + 1, 2)]
+    return np.array((whole + between)[:heads], np.float32)
+
+
+def _scores(u_JD, h_JD, head: Parameters, segments_J, c: ModelConfig):
+    """s_ijk of one head, −∞ where i does not see j, and its (turned) keys: [J, J], [J, R]."""
+    q_JR, k_JR = _turn(u_JD @ head["query"].T, c), _turn(h_JD @ head["key"].T, c)
+    s_JJ = q_JR @ k_JR.T
+    if "diagonal" in head:
+        s_JJ += (u_JD * head["diagonal"][None]) @ h_JD.T
+    return _biased(s_JJ / c.tau, head, segments_J), k_JR
+
+
+def _biased(s_JJ, head: Parameters, segments_J):
+    positions = np.arange(s_JJ.shape[0])
+    distance_JJ = positions[:, None] - positions[None, :]
+    if "slope" in head:
+        s_JJ -= head["slope"] * distance_JJ
+    if "self_bias" in head:
+        s_JJ += head["self_bias"] * np.eye(len(positions))
+    seen_JJ = distance_JJ >= 0
+    if segments_J is not None:
+        seen_JJ = seen_JJ & (segments_J[:, None] == segments_J[None, :])
+    return jnp.where(seen_JJ, s_JJ, -jnp.inf)
+
+
+def _heads(p: Parameters, c: ModelConfig) -> Parameters:
+    """What each head uses, the heads' axis in front, what they share repeated."""
+    a = c.attention
+    over_heads = lambda x, rank: x if x.ndim == rank else jnp.stack([x] * a.heads)
+    heads = {name: p[name] for name in ("query", "key", "value", "output") if name in p}
+    if "diagonal" in p:
+        heads["diagonal"] = over_heads(p["diagonal"], 2)
+    if "self_bias" in p:
+        heads["self_bias"] = p["self_bias"]
+    if a.position == "alibi":
+        heads["slope"] = jnp.asarray(slopes(a.alibi_slopes, a.heads), p["query"].dtype)
+    ranks = {"p": 2, "left": 3, "right": 3}
+    for name, factor in p.get("preconditioner", {}).items():
+        heads[name] = over_heads(factor, ranks[name])
+    return heads
+
+
+def _turn(x_JR, c: ModelConfig, back: bool = False):
+    """rot(i) x_i, or rot(i)ᵀ x_i: pairs (r, r + R/2) as complex numbers times e^{±i·i·θ_r}."""
+    if c.attention.position != "rope":
+        return x_JR
+    positions, width = x_JR.shape
+    theta = c.attention.rope_base ** (-2.0 * np.arange(width // 2) / width)
+    angle = np.arange(positions)[:, None] * theta[None] * (-1.0 if back else 1.0)
+    turned = jax.lax.complex(x_JR[:, : width // 2], x_JR[:, width // 2 :]) * np.exp(1j * angle)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+@partial(jax.jit, static_argnames="c")
+def _llama_attention(x_JD, p: Parameters, segments_J, c: ModelConfig):
+    h_JD = norm(x_JD, p["norm"], c.norm_eps)
+
+    def output_of(head: Parameters):
+        s_JJ, _ = _scores(h_JD, h_JD, head, segments_J, c)
+        return jax.nn.softmax(s_JJ, axis=-1) @ (h_JD @ head["value"].T) @ head["output"]
+
+    return x_JD + jax.lax.map(output_of, _heads(p, c)).sum(0)
+
+
+@partial(jax.jit, static_argnames="c")
+def _gated_mlp(x_JD, p: Parameters, c: ModelConfig):
+    h_JD = norm(x_JD, p["norm"], c.norm_eps)
+    hidden_JM = SIGMA[c.mlp.activation](h_JD @ p["gate"].T) * (h_JD @ p["up"].T)
+    return x_JD + hidden_JM @ p["down"]
+
+
+def step_weight(p: Parameters, c: ModelConfig) -> jax.Array | None:
+    """The weight of the norm inside the recursion."""
+    return {"shared": p["norm"], "separate": p.get("step_norm")}.get(c.step_norm)
+
+
+def _state_norm(x_JD, p: Parameters, c: ModelConfig):
+    return x_JD if c.step_norm == "none" else norm(x_JD, step_weight(p, c), c.norm_eps)
+
+
+def _through_norm(force_JD, x_JD, p: Parameters, c: ModelConfig):
+    """The force at u as a force at x: itself, weight ∘ force, or (∂u/∂x)ᵀ force."""
+    if c.step_norm == "none" or c.norm_gradient == "at_u":
+        return force_JD
+    weight_D = step_weight(p, c)
+    if weight_D is not None:
+        force_JD = force_JD * weight_D[None]
+    if c.norm_gradient == "scaled":
+        return force_JD
+    r_J1 = jnp.sqrt(jnp.mean(x_JD**2, axis=-1, keepdims=True) + c.norm_eps)
+    along_J1 = jnp.mean(x_JD * force_JD, axis=-1, keepdims=True)
+    return force_JD / r_J1 - x_JD * along_J1 / r_J1**3
