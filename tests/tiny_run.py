@@ -8,8 +8,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from model_configs import full_config
+from model_configs import full_config, random_parameters
 
 from cem_jax.config import Config, load_config
 from cem_jax.data.prepare import prepare
@@ -61,17 +62,15 @@ def tiny_config(dataset: Path | None = None, *, model: dict | None = None, **fie
         "train.compute_dtype": "float32",
     } | {name.replace("__", "."): value for name, value in fields.items()}
     config = load_config(str(ROOT / "configs" / "base.py"), overrides)
-    model = {"vocab_size": 320, "init_std": 0.3, **(model or {})}
+    model = {"vocab_size": 320, **(model or {})}
     return dataclasses.replace(config, model=full_config(**model))
 
 
-@functools.cache
-def _initialise(model):
-    return jax.jit(lambda seed: pure.initialise(model, jax.random.key(seed)))
-
-
 def tiny_parameters(config: Config, seed: int = 0) -> pure.Parameters:
-    return _initialise(config.model)(seed)
+    """Drawn by NumPy: compiling the initialisation would take longer than a test."""
+    rng = np.random.default_rng(seed)
+    shift = lambda leaf: jnp.asarray(leaf + 0.1 * rng.standard_normal(leaf.shape), jnp.float32)
+    return jax.tree.map(shift, random_parameters(config.model))
 
 
 def write_run(
