@@ -219,14 +219,17 @@ def test_dtypes(dtype):
     low = {n: jnp.asarray(x, dtype) for n, x in arrays.items()}
     wide = {n: x.astype(jnp.float32) for n, x in low.items()}
     eps = float(jnp.finfo(dtype).eps)
-    energy, exact = interaction_energy(**low, **fixed), interaction_energy(**wide, **fixed)
+    energy_of = jax.jit(lambda t: interaction_energy(**t, **fixed))
+    energy, exact = energy_of(low), energy_of(wide)
     assert energy.dtype == jnp.float32
     # q and k are rounded to half a unit each, the scores sum a dozen products of size one
     np.testing.assert_allclose(energy, exact, atol=16 * eps, rtol=4 * eps)
-    expected = interaction_force(**wide, **fixed, diagonal_in_update=True)
+    how = dict(fixed, diagonal_in_update=True)
+    expected = jax.jit(lambda t: interaction_force(**t, **how))(wide)
     for implementation in ("dense", "blockwise"):
-        how = dict(fixed, implementation=implementation, diagonal_in_update=True)
-        force = interaction_force(**low, **how)
+        force = jax.jit(
+            lambda t, name=implementation: interaction_force(**t, **how, implementation=name)
+        )(low)
         assert force.dtype == low["u"].dtype
         np.testing.assert_allclose(force.astype(jnp.float32), expected, atol=32 * eps)
 
