@@ -1,0 +1,74 @@
+"""Layers descend the energies they state: `update` is the gradient of `energy`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from flax import nnx
+from model_configs import full_config, random_parameters
+
+from cem_jax.energy import preconditioner_matrix
+from cem_jax.model import CEMMLP, CEMAttention
+
+KINDS = {"attention": CEMAttention, "mlp": CEMMLP}
+ONE_P = dict(preconditioner_heads="shared", diagonal_in_update=True)
+
+
+def sublayer(config, name):
+    graph, state = nnx.split(nnx.eval_shape(lambda: KINDS[name](config, rngs=nnx.Rngs(0))))
+    nnx.replace_by_pure_dict(state, oracle.layer_of(random_parameters(config), 0)[name])
+    return nnx.merge(graph, state)
+
+
+def matrix(layer):
+    """P, one for all heads."""
+    return preconditioner_matrix(*layer.preconditioner.factors())
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(step_norm="none"),
+        dict(norm_gradient="full"),
+        dict(norm_gradient="full", step_norm="separate", diagonal="per_head", position="rope"),
+        dict(norm_gradient="full", step_norm="weightless", update="closed_form"),
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)
+def test_update_is_minus_the_energys_gradient(name, fields):
+    config = full_config(
+        **ONE_P, **fields, preconditioner="none", mlp_preconditioner="none", step_size=0.5
+    )
+    layer = sublayer(config, name)
+    x, h = np.random.default_rng(0).normal(size=(2, 2, 5, config.dim))
+    # h_i is held, so position i's energy moves with x_i alone
+    with jax.disable_jit():
+        gradient = jax.grad(lambda x: layer.energy(x, h).sum())(jnp.asarray(x))
+        update = layer.update(x=jnp.asarray(x), context=jnp.asarray(h))
+    eta = 0.5 if name == "attention" else 1.0
+    np.testing.assert_allclose(update, -eta * gradient, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", KINDS)
+def test_one_preconditioner_for_all_heads_multiplies_the_gradient(name):
+    layer = sublayer(full_config(**ONE_P, step_norm="none"), name)
+    x, h = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 5, 8)))
+    with jax.disable_jit():
+        gradient = jax.grad(lambda x: layer.energy(x, h).sum())(x)
+        update = layer.update(x, h)
+    np.testing.assert_allclose(update, -gradient @ matrix(layer), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_documents_do_not_see_each_other():
+    layer = sublayer(full_config(), "attention")
+    x, h = jnp.asarray(np.random.default_rng(0).normal(size=(2, 1, 5, 8)))
+    with jax.disable_jit():
+        packed = layer.energy(x, h, segments=jnp.array([[4, 4, 1, 1, 1]]))
+        alone = layer.energy(x[:, 2:], h[:, 2:])
+    assert packed.shape == (1, 5)
+    np.testing.assert_allclose(packed[:, 2:], alone, rtol=1e-12)
