@@ -15,7 +15,7 @@ from cem_jax.train.run import Run
 from cem_jax.train.setup import open_data
 from cem_jax.train.validation import Evaluator
 
-_TOKENS_CPU, _TOKENS = 1 << 12, 1 << 15  # of a batch; on CPU, what its caches hold is fastest
+_TOKENS_CPU, _TOKENS = 1 << 11, 1 << 15  # of a batch; on CPU, what its caches hold is fastest
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
