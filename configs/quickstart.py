@@ -19,20 +19,20 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.model.attention.heads = 4
     c.model.attention.steps = 2
-    c.model.attention.implementation = "blockwise"
 
     c.model.mlp.dim = 344
     c.model.mlp.steps = 2
 
-    c.data.context = 128
+    c.data.context = 256
 
-    c.optimizer.learning_rate = 0.005
+    c.optimizer.learning_rate = 0.006
+    c.optimizer.final_fraction = 0.02
 
-    c.train.steps = 1400
-    c.train.global_batch = 8
+    c.train.steps = 1650
+    c.train.global_batch = 4  # small and many: 1.7M tokens are all there is time for
     c.train.compute_dtype = "float32"
 
-    c.checkpoint.every = 350
-    c.eval.every = 350
-    c.eval.batches = 20
+    c.checkpoint.every = 400
+    c.eval.every = 400
+    c.eval.batches = 40
     return c
