@@ -80,7 +80,7 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B J"], dtype=None) -> Float[Array, "B J D"]:
         """Embeddings of token ids; out-of-range ids are the caller's fault and give NaN."""
-        rows = self.embedding[...].at[tokens]
+        rows = jnp.asarray(self.embedding[...]).at[tokens]
         x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return x if dtype is None else x.astype(dtype)
 
