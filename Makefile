@@ -12,6 +12,8 @@ PYTHON ?=
 PYTHON_OLDEST ?=
 OLDEST_JAX := jax==0.10.2
 NEWEST_JAX := jax==0.12.*
+# A worker a core; a file's tests stay together, since they share what is slow to make
+PYTEST := pytest -n auto --dist loadfile
 
 .PHONY: install demo test test-all lint format benchmarks clean
 
@@ -21,11 +23,11 @@ demo: install
 	.venv/bin/python -m cem_jax demo
 
 test: lint
-	.venv/bin/python -m pytest
+	.venv/bin/python -m $(PYTEST)
 
 test-all: lint .venv-oldest/installed .venv-newest/installed
-	.venv-oldest/bin/python -m pytest
-	.venv-newest/bin/python -m pytest
+	.venv-oldest/bin/python -m $(PYTEST)
+	.venv-newest/bin/python -m $(PYTEST)
 
 lint: install
 	.venv/bin/ruff format --check .
