@@ -22,10 +22,13 @@ class Readout:
         return self.head
 
 
-@pytest.fixture(params=[(2, 7), (3, 1), (1, 64)], ids=str)
-def case(request, x64):
+@pytest.fixture
+def case(x64):
+    return make_case(batch=2, positions=7)
+
+
+def make_case(batch, positions):
     rng = np.random.default_rng(0)
-    batch, positions = request.param
     vocabulary, dim = 19, 5
     return dict(
         table=jnp.asarray(rng.standard_normal((vocabulary, dim))),
@@ -71,6 +74,12 @@ def test_value_and_gradients_equal_the_plain_mean(case, chunked, z_loss, weighte
     )
     value_only = mean(*arguments, case, **options)
     np.testing.assert_allclose(value_only, plain(*arguments)[0], rtol=1e-13)
+
+
+def test_a_window_of_one_target(x64, chunked):
+    case = make_case(batch=3, positions=1)
+    arguments = (case["table"], case["head"])
+    np.testing.assert_allclose(mean(*arguments, case), plain_mean(*arguments, case), rtol=1e-13)
 
 
 def test_the_parts_add_up(case, chunked):
