@@ -23,13 +23,13 @@ def get_config() -> ml_collections.ConfigDict:
     c.model.mlp.dim = 344
     c.model.mlp.steps = 2
 
-    c.data.context = 256
+    c.data.context = 128
 
     c.optimizer.learning_rate = 0.006
     c.optimizer.final_fraction = 0.02
 
-    c.train.steps = 1650
-    c.train.global_batch = 4  # small and many: 1.7M tokens are all there is time for
+    c.train.steps = 1700
+    c.train.global_batch = 8  # small and many: 1.7M tokens are all there is time for
     c.train.compute_dtype = "float32"
 
     c.checkpoint.every = 400
