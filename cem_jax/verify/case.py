@@ -30,6 +30,7 @@ class Case:
     tokens_J: np.ndarray  # all different: an embedding row belongs to one position
     segments_J: np.ndarray | None
     seed: int
+    both_ways: bool = False  # run the whole model with another implementation and update, too
 
     @property
     def shape(self) -> str:
@@ -86,7 +87,7 @@ class Case:
 
 def config_case(config: Config) -> Case:
     """The config's own layer, one of them; the sequence and the vocabulary are shortened."""
-    return make_case(
+    case = make_case(
         "the config's own layer",
         replace(config.model, layers=1),
         min(config.data.context, _POSITIONS),
@@ -94,6 +95,7 @@ def config_case(config: Config) -> Case:
         ("float64", "float32", "bfloat16"),
         document_mask=config.data.document_mask,
     )
+    return replace(case, both_ways=True)
 
 
 def small_case(config: Config) -> Case:

@@ -99,7 +99,7 @@ def _fact(case: Case, name: str) -> tuple[Fact, Row | None]:
     with precision("float64"):
         p = parameters_in(case.layer(name), "float64")
         run = jit(lambda p, x: _trajectory(c, name, p, x))
-        energy_NBJ, drop_NBJ = to_numpy(run(p, jnp.asarray(x_BJD)))
+        energy_NBJ, gradient_NBJD = to_numpy(run(p, jnp.asarray(x_BJD)))
         missing, claim = premises(c, p, x_BJD)
     rise_NBJ = np.diff(energy_NBJ, axis=0)
     scale = np.abs(energy_NBJ).max()
@@ -110,7 +110,9 @@ def _fact(case: Case, name: str) -> tuple[Fact, Row | None]:
     fact = Fact(name, not missing, "; ".join(missing) or claim, rising, rise_NBJ.size)
     if missing:
         return fact, None
-    excess_NBJ = rise_NBJ + drop_NBJ if "gᵀPg" in claim else rise_NBJ
+    excess_NBJ = rise_NBJ
+    if name == "attention" and c.step_norm == "none":
+        excess_NBJ = rise_NBJ + _promised_drop(c, p, gradient_NBJD)
     error = float(np.nan_to_num(excess_NBJ, nan=np.inf).max(initial=0.0) / scale)
     shape = {"attention": case.attention_shape, "mlp": case.mlp_shape}[name]
     shape = f"{shape.rpartition(' ')[0]} T{_STEPS}"
@@ -118,7 +120,7 @@ def _fact(case: Case, name: str) -> tuple[Fact, Row | None]:
 
 
 def _trajectory(c: ModelConfig, name: str, p, x_BJD):
-    """Energies [N+1, B, J] at every state, and −∂energy·(next − state) [N, B, J]."""
+    """Energies [N+1, B, J] at every state, and their gradients [N, B, J, D]."""
     layer = sublayer(c, name, p)
     h_BJD = layer.context(x_BJD)
     start = x_BJD if c.residual == "prenorm" else h_BJD
@@ -128,12 +130,21 @@ def _trajectory(c: ModelConfig, name: str, p, x_BJD):
         return energy_BJ.sum(), energy_BJ
 
     def step(state, _):
-        (_, energy_BJ), gradient = jax.value_and_grad(total, has_aux=True)(state)
-        moved = layer.update(state, h_BJD)
-        return state + moved, (energy_BJ, -(gradient * moved).sum(-1))
+        (_, energy_BJ), gradient_BJD = jax.value_and_grad(total, has_aux=True)(state)
+        return state + layer.update(state, h_BJD), (energy_BJ, gradient_BJD)
 
-    end, (energy_NBJ, drop_NBJ) = jax.lax.scan(step, start, length=_STEPS)
-    return jnp.concatenate([energy_NBJ, layer.energy(end, h_BJD)[None]]), drop_NBJ
+    end, (energy_NBJ, gradient_NBJD) = jax.lax.scan(step, start, length=_STEPS)
+    return jnp.concatenate([energy_NBJ, layer.energy(end, h_BJD)[None]]), gradient_NBJD
+
+
+def _promised_drop(c: ModelConfig, p, gradient_NBJD: np.ndarray) -> np.ndarray:
+    """η gᵀPg, [N, B, J]."""
+    eta = float(p.get("eta", c.attention.step_size))
+    preconditioned = gradient_NBJD
+    if "preconditioner" in p:
+        with precision("float64"):
+            preconditioned = gradient_NBJD @ _matrix(p["preconditioner"], c)
+    return eta * (gradient_NBJD * preconditioned).sum(-1)
 
 
 def _attention_premises(c: ModelConfig, p, x_BJD) -> tuple[list[str], str]:

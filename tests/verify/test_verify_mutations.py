@@ -1,0 +1,224 @@
+"""Break an ingredient of the layers: its rows fail, and the others pass."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from verify_cases import failing, outcomes, small
+
+from cem_jax.verify import descent, forces, special, whole
+
+
+@pytest.fixture
+def fresh_caches():
+    """For what is jitted within the library: nothing compiled outlives a mutation."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_a_force_that_loses_a_factor(monkeypatch):
+    from cem_jax.energy import interaction
+
+    whole_force = interaction.heads_together
+    monkeypatch.setattr(interaction, "heads_together", lambda o, w: 0.99 * whole_force(o, w))
+    rows = outcomes(forces.attention_rows(small(("float64", "float32"))))
+    assert not rows["attention force, autodiff, dense"]
+    assert not rows["attention force, closed form, blockwise"]
+    assert not rows["attention update ηF, through the norm"]
+    assert rows["attention energy, dense"]
+    assert rows["attention force, explicit P"]
+
+
+def test_a_lost_factor_shows_in_bfloat16(monkeypatch):
+    from cem_jax.energy import interaction
+
+    whole_force = interaction.heads_together
+    monkeypatch.setattr(interaction, "heads_together", lambda o, w: 0.5 * whole_force(o, w))
+    rows = [
+        row
+        for row in forces.attention_rows(small(("bfloat16",)))
+        if row.check.startswith("attention force, autodiff")
+    ]
+    assert rows
+    assert not any(row.passed for row in rows)
+
+
+def test_an_energy_of_another_scale(monkeypatch):
+    from cem_jax.energy import interaction
+
+    total = interaction.total_log_partition
+    scaled = lambda *args, **settings: 1.01 * total(*args, **settings)
+    monkeypatch.setattr(interaction, "total_log_partition", scaled)
+    broken = failing(forces.attention_rows(small()))
+    assert "attention energy, dense" in broken
+    assert "attention force, autodiff, blockwise" in broken
+    assert "attention −∂ε/∂u, autodiff = closed form" in broken
+    assert "attention −∂ε/∂u, central differences" in broken
+    assert "attention −∂ε/∂u, d∘u held, central differences" in broken
+    assert "attention force, closed form, dense" not in broken
+
+
+def test_p_that_is_not_folded(monkeypatch):
+    from cem_jax.model import attention, mlp
+
+    monkeypatch.setattr(attention, "precondition", lambda weight, p: weight)
+    monkeypatch.setattr(mlp, "precondition", lambda weight, p: weight)
+    case = small()
+    broken = failing([*forces.attention_rows(case), *forces.mlp_rows(case)])
+    assert "attention force, autodiff, dense" in broken
+    assert "MLP force, closed form" in broken
+    assert "attention force, explicit P" not in broken
+
+
+def test_an_explicit_p_without_its_second_product(monkeypatch):
+    def lopsided(diagonal, left, right):
+        middle = jax.nn.softplus(diagonal)[..., None] * jnp.eye(diagonal.shape[-1])[None]
+        return middle + left @ jnp.matrix_transpose(right)
+
+    monkeypatch.setattr(forces, "preconditioner_matrix", lopsided)
+    assert failing(forces.attention_rows(small())) == {"attention force, explicit P"}
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {"model.attention.diagonal_in_update": "True"},
+        {"model.norm_gradient": "full"},
+        {"model.norm_gradient": "scaled"},
+    ],
+    ids=lambda switches: "-".join(switches.values()),
+)
+def test_a_switch_that_is_ignored(monkeypatch, switches):
+    case = small(**switches)
+    original = forces.sublayer
+    changes = {
+        "True": lambda c: replace(c, attention=replace(c.attention, diagonal_in_update=False)),
+        "full": lambda c: replace(c, norm_gradient="scaled"),
+        "scaled": lambda c: replace(c, norm_gradient="at_u"),
+    }
+    change = changes[next(iter(switches.values()))]
+    ignoring = lambda c, name, p: original(change(c), name, p)
+    monkeypatch.setattr(forces, "sublayer", ignoring)
+    assert "attention update ηF, through the norm" in failing(forces.attention_rows(case))
+
+
+def test_another_sigma(monkeypatch):
+    from cem_jax.energy import activation
+
+    monkeypatch.setitem(activation.ACTIVATIONS, "silu", lambda x: 1.001 * jax.nn.silu(x))
+    assert failing(special.activation_rows("silu")) == {"silu: σ"}
+    broken = failing(forces.mlp_rows(small()))
+    assert "MLP force, closed form" in broken
+    assert "MLP −∂ξ/∂u, central differences" in broken
+    assert "MLP force, autodiff" not in broken
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "relu"])
+def test_another_phi(monkeypatch, name):
+    from cem_jax.energy import activation
+
+    phi = activation._ANTIDERIVATIVES[name]
+    monkeypatch.setitem(activation._ANTIDERIVATIVES, name, lambda x: phi(x) * 1.001)
+    assert failing(special.activation_rows(name)) == {
+        f"{name}: φ' = σ, autodiff",
+        f"{name}: φ' = σ, central differences",
+        f"{name}: φ = ∫σ, quadrature",
+    }
+
+
+def test_a_view_of_the_future(monkeypatch, fresh_caches):
+    from cem_jax.kernels import blockwise
+
+    distance = blockwise._distance
+    monkeypatch.setattr(blockwise, "_distance", lambda x, y, plan: distance(x, y, plan) + 1)
+    case = small(**{"model.attention.implementation": "blockwise"})
+    broken = failing(whole.whole_rows(case))
+    assert "causality: gradient from the future" in broken
+
+
+def test_documents_that_see_each_other(monkeypatch):
+    from cem_jax.model import Block
+
+    original = Block.__call__
+    monkeypatch.setattr(
+        Block, "__call__", lambda self, x, segments=None, **steps: original(self, x, **steps)
+    )
+    case = small(**{"data.document_mask": "True"})
+    broken = failing(whole.whole_rows(case))
+    assert "documents apart: gradient across them" in broken
+    assert "causality: gradient from the future" not in broken
+
+
+def test_training_that_does_not_see_through_the_steps(monkeypatch):
+    from cem_jax.energy import interaction
+
+    force = interaction.force_on_query
+    cut = lambda q, *args, **how: force(jax.lax.stop_gradient(q), *args, **how)
+    monkeypatch.setattr(interaction, "force_on_query", cut)
+    broken = failing(whole.whole_rows(small()))
+    assert "gradient through all T steps, attention" in broken
+    assert "logits after all T steps" not in broken
+
+
+def test_a_cache_one_position_late(monkeypatch):
+    from cem_jax.energy import interaction
+
+    cached = interaction.attend_cached
+    late = lambda *args, start, **scores: cached(*args, start=start - 1, **scores)
+    monkeypatch.setattr(interaction, "attend_cached", late)
+    assert failing(whole.whole_rows(small())) == {"decode over the cache = full forward"}
+
+
+def test_rotary_values_that_are_not_turned_back(monkeypatch):
+    from cem_jax.energy import interaction
+
+    rotate = interaction.rotate
+    monkeypatch.setattr(
+        interaction,
+        "rotate",
+        lambda x, rotary, inverse=False: x if inverse else rotate(x, rotary),
+    )
+    assert failing(special.rotary_rows(small())) == {
+        "rotary: exact gradient, central differences",
+        "rotary: exact gradient, autodiff",
+    }
+
+
+def test_other_slopes(monkeypatch):
+    monkeypatch.setattr(special, "alibi_slopes", lambda heads, scheme: np.full(heads, 0.5))
+    assert failing(special.slope_rows(small()))
+
+
+def test_a_llama_that_is_not_tied(monkeypatch):
+    from cem_jax.model import GatedMLP, LlamaAttention
+
+    for kind in (LlamaAttention, GatedMLP):
+        branch = kind.branch
+        monkeypatch.setattr(
+            kind, "branch", lambda self, h, _b=branch, **inputs: 1.01 * _b(self, h, **inputs)
+        )
+    assert failing(special.llama_rows(small())) == {
+        "T=1 attention = tied Llama, Llama layer",
+        "T=1 MLP = tied Llama, Llama layer",
+    }
+
+
+def test_steps_uphill(monkeypatch):
+    from cem_jax.model.sublayer import CEMSublayer
+
+    update = CEMSublayer.update
+    monkeypatch.setattr(CEMSublayer, "update", lambda self, x, h: -update(self, x, h))
+    rows = list(descent.theorem_rows(small()))
+    assert len(rows) == 4
+    assert not any(row.passed for row in rows)
+
+
+def test_half_a_step_falls_less_than_promised(monkeypatch):
+    from cem_jax.model.sublayer import CEMSublayer
+
+    update = CEMSublayer.update
+    monkeypatch.setattr(CEMSublayer, "update", lambda self, x, h: 0.5 * update(self, x, h))
+    assert [row.passed for row in descent.theorem_rows(small())] == [False, True, True, True]
