@@ -96,7 +96,8 @@ class _Loop:
         self.progress = Progress(self.total, config.tokens_per_step, stream)
         self.rate = self.progress.rate
         self.last_save = time.monotonic()
-        step = make_train_step(config, self.total)
+        shards = setup.mesh.shape["data"] * setup.mesh.shape["fsdp"]
+        step = make_train_step(config, self.total, shards)
         self.step = jax.jit(
             step,
             donate_argnums=0,

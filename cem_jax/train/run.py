@@ -4,14 +4,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-
 from cem_jax.config import Config
 from cem_jax.data.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.model import pure
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.rundir import read_config
+from cem_jax.train.runtime import configure_jax
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Run:
     def open(cls, workdir: str | os.PathLike[str]) -> "Run":
         """The run in `workdir`. Raises UserError when it holds none, or a broken config.json.
 
-        Turns float64 on where the run computes in it.
+        Configures JAX as the run does: float64, compile cache.
         """
         path = Path(workdir)
         if not path.is_dir():
@@ -37,8 +36,7 @@ class Run:
             raise UserError(
                 f"{path} holds no run: it has no config.json, only {shown or 'nothing at all'}"
             )
-        if config.train.compute_dtype == "float64":
-            jax.config.update("jax_enable_x64", True)
+        configure_jax(config)
         return cls(path, config)
 
     def tokenizer(self) -> Tokenizer:

@@ -1,7 +1,5 @@
 """Everything a run needs, checked before any of it starts or is written."""
 
-import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +19,7 @@ from cem_jax.parallel.mesh import (
     shardings,
     validate,
 )
+from cem_jax.train.runtime import configure_jax
 from cem_jax.train.step import TrainState, initial_state
 from cem_jax.train.validation import Evaluator
 
@@ -39,7 +38,7 @@ class Setup(NamedTuple):
 def prepare_run(config: Config) -> Setup:
     """Opens the data, lays the state over the devices. Raises UserError with what does not fit."""
     config.total_steps  # noqa: B018 - raises when the config does not say how long
-    _configure_jax(config)
+    configure_jax(config)
     mixture = open_data(config)
     mesh = make_mesh(
         {axis: getattr(config.mesh, axis) for axis in ("data", "fsdp", "tensor", "context")}
@@ -127,10 +126,3 @@ def _check_layout(config: Config, mesh: Mesh) -> None:
         context=config.data.context,
         microbatch=config.train.microbatch,
     )
-
-
-def _configure_jax(config: Config) -> None:
-    if config.train.compute_dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
-    cache = config.log.compile_cache or Path.home() / ".cache" / "cem_jax" / "compile"
-    jax.config.update("jax_compilation_cache_dir", os.fspath(cache))

@@ -48,13 +48,13 @@ def initial_state(config: Config) -> TrainState:
 
 
 def make_train_step(
-    config: Config, total_steps: int
+    config: Config, total_steps: int, shards: int = 1
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The step of this configuration, to be jitted with its state donated.
 
     The loss is the mean over all weighted targets of the global batch, however it is cut into
     microbatches. A step whose loss or gradient is not finite leaves parameters and optimizer as
-    they were, and is counted.
+    they were, and is counted. `shards`: devices that the batch is spread over.
     """
     optimizer = adamw(config.optimizer, config.model)
     dtype = jnp.dtype(config.train.compute_dtype)
@@ -67,6 +67,7 @@ def make_train_step(
             segments=batch.get("segments"),
             dtype=dtype,
             z_loss=config.optimizer.z_loss,
+            shards=shards,
         )
         return losses.total / total_weight, losses.nats / total_weight
 
