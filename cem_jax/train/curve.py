@@ -15,6 +15,9 @@ def draw_loss_curve(workdir: Path, picture: Path) -> None:
     train = [line for line in lines if line["kind"] == "train" and line["loss"] is not None]
     tokens_at = {line["step"]: line["tokens"] for line in train}
     validation = [line for line in lines if line["kind"] == "eval" and line["step"] in tokens_at]
+    most = max((line["tokens"] for line in validation), default=0)
+    part = [line for line in validation if line["tokens"] < most]
+    whole = [line for line in validation if line["tokens"] == most]
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
@@ -23,13 +26,12 @@ def draw_loss_curve(workdir: Path, picture: Path) -> None:
     top.plot(
         millions, _smoothed([line["loss"] for line in train]), color="C0", lw=2, label="smoothed"
     )
-    top.plot(
-        [tokens_at[line["step"]] / 1e6 for line in validation],
-        [line["loss"] for line in validation],
-        "o-",
-        color="C1",
-        label="held-out",
-    )
+    # a part of the split and the whole of it are not to be compared, so they are not joined
+    for points, style, label in ((part, "o-", "held-out, a part"), (whole, "*-", "held-out")):
+        if points:
+            at = [tokens_at[line["step"]] / 1e6 for line in points]
+            losses = [line["loss"] for line in points]
+            top.plot(at, losses, style, color="C1", markersize=8, label=label)
     top.set_ylabel("loss, nats a token")
     top.legend()
     top.grid(alpha=0.3)

@@ -1,0 +1,53 @@
+"""The demo's own parts: the corpus, the compressors, the curve, the table."""
+
+import gzip
+import json
+import lzma
+
+from cem_jax import demo
+from cem_jax.train.curve import draw_loss_curve
+
+
+def test_the_corpus_is_split_by_path_and_leaves_tests_out(tmp_path):
+    source = tmp_path / "lib"
+    names = [f"pkg/module_{n}.py" for n in range(80)] + ["test/test_x.py", "pkg/tests/y.py"]
+    for name in names:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(f"# {name}\n")
+    (source / "empty.py").write_text("")
+    (source / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n")
+    demo.copy_corpus(source, tmp_path / "one")
+    demo.copy_corpus(source, tmp_path / "two")
+    listing = [
+        {p.relative_to(tmp_path / run).as_posix() for p in (tmp_path / run).rglob("*.txt")}
+        for run in ("one", "two")
+    ]
+    assert listing[0] == listing[1] and len(listing[0]) == 80
+    held_out = {name for name in listing[0] if name.startswith("validation/")}
+    assert 1 <= len(held_out) <= 15  # 80 / 16 = 5 expected
+
+
+def test_compressed_sizes_are_those_of_the_compressors():
+    files = [b"energy " * 200, b"gradient " * 300]
+    sizes = demo.compressed_sizes(files)
+    assert sizes["gzip_each"] == sum(len(gzip.compress(f, 9, mtime=0)) for f in files)
+    assert sizes["xz_whole"] == len(lzma.compress(b"".join(files), preset=9))
+
+
+def test_the_summary_and_the_curve_come_from_the_metrics(tmp_path):
+    lines = [
+        {"kind": "train", "step": 10, "loss": 5.0, "tokens": 100, "learning_rate": 0.1},
+        {"kind": "eval", "step": 10, "loss": 4.0, "tokens": 50, "bits_per_byte": None},
+        {"kind": "train", "step": 20, "loss": 4.0, "tokens": 200, "learning_rate": 0.1}
+        | {"tokens_per_second": 7.0},
+        {"kind": "eval", "step": 20, "loss": 3.0, "tokens": 90, "bits_per_byte": 1.5}
+        | {"perplexity": 20.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "a.txt").write_text("x" * 1000)
+    numbers = demo.summary(tmp_path, tmp_path / "held", parameters=3)
+    assert (numbers["bits_per_byte"], numbers["tokens"], numbers["parameters"]) == (1.5, 200, 3)
+    assert numbers["gzip_each"] < 8
+    draw_loss_curve(tmp_path, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
