@@ -24,7 +24,9 @@ def get_config() -> ml_collections.ConfigDict:
     m.init_std = 0.02  # every weight matrix and embedding ~ N(0, init_std²)
     m.tie_embeddings = False  # output head = embedding
     m.scan_layers = True  # one compiled block for all layers; False unrolls (6–8 % faster on CPU)
-    m.remat = "none"  # recompute in the backward pass: none | dots (keep matmuls) | full
+    # Recompute in the backward pass: none | dots (keep matmuls) | full. XLA on CPU undoes it where
+    # layers are not scanned.
+    m.remat = "none"
 
     m.attention = a = ml_collections.ConfigDict()
     a.kind = "cem"  # cem | llama

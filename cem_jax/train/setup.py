@@ -104,7 +104,10 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
 def fresh_state(setup: Setup) -> TrainState:
     """Step 0, each device making its own part."""
     out = jax.tree.map(lambda leaf: leaf.sharding, setup.state)
-    return jax.jit(lambda: initial_state(setup.config), out_shardings=out)()
+    # Drawn once: on CPU, LLVM's optimiser would take seconds for what then runs in milliseconds.
+    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    make = jax.jit(lambda: initial_state(setup.config), out_shardings=out, compiler_options=quick)
+    return make()
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
