@@ -29,7 +29,7 @@ def test_a_force_that_loses_a_factor(monkeypatch):
     assert not rows["attention force, closed form, blockwise"]
     assert not rows["attention update ηF, through the norm"]
     assert rows["attention energy, dense"]
-    assert rows["attention force, explicit P"]
+    assert not rows["attention force, folded P = explicit P"]
 
 
 def test_a_lost_factor_shows_in_bfloat16(monkeypatch):
@@ -70,7 +70,8 @@ def test_p_that_is_not_folded(monkeypatch):
     broken = failing([*forces.attention_rows(case), *forces.mlp_rows(case)])
     assert "attention force, autodiff, dense" in broken
     assert "MLP force, closed form" in broken
-    assert "attention force, explicit P" not in broken
+    assert "attention force, folded P = explicit P" in broken
+    assert "MLP force, folded P = explicit P" in broken
 
 
 def test_an_explicit_p_without_its_second_product(monkeypatch):
@@ -79,7 +80,7 @@ def test_an_explicit_p_without_its_second_product(monkeypatch):
         return middle + left @ jnp.matrix_transpose(right)
 
     monkeypatch.setattr(forces, "preconditioner_matrix", lopsided)
-    assert failing(forces.attention_rows(small())) == {"attention force, explicit P"}
+    assert failing(forces.attention_rows(small())) == {"attention force, folded P = explicit P"}
 
 
 @pytest.mark.parametrize(
