@@ -121,7 +121,7 @@ def _causality_rows(case: Case, dtype: str, run: Run) -> Iterator[Row]:
         _, gradients = run(parameters, bar_JV)
         size_J = np.abs(gradients["embedding"][case.tokens_J]).max(-1)
         share_J = np.nan_to_num(size_J / size_J[i], nan=np.inf)
-        worst["future"] = max(worst["future"], share_J[positions > i].max())
+        worst["future"] = max(worst["future"], share_J[positions > i].max(initial=0.0))
         if case.segments_J is not None:
             other = case.segments_J != case.segments_J[i]
             worst["documents"] = max(worst["documents"], share_J[other].max(initial=0.0))

@@ -93,8 +93,8 @@ def test_low_precision_passes_within_a_tolerance_that_mistakes_exceed(dtype):
     assert max(row.tolerance for row in rows) < {"float32": 1e-4, "bfloat16": 0.5}[dtype]
 
 
-def test_one_position_and_one_head_of_width_one():
-    case = small(positions=1, **{"model.dim": "1", "model.attention.heads": "1"})
+def test_one_position_and_heads_of_width_one():
+    case = small(positions=1, **{"model.dim": "4", "model.attention.heads": "4"})
     assert not failing([*forces.attention_rows(case), *forces.mlp_rows(case)])
     assert not failing(whole.whole_rows(case))
 
