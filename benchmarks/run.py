@@ -24,7 +24,7 @@ from cem_jax.kernels import total_log_partition
 from cem_jax.train.flops import flops_per_token
 from cem_jax.train.step import initial_state, make_train_step
 
-ROUNDS = 9
+ROUNDS = 7
 BASE = str(Path(__file__).parents[1] / "configs" / "base.py")
 SIZE = {
     "model.vocab_size": 4096,
