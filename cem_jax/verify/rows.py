@@ -7,7 +7,8 @@ random way. What this moves it by is `noise`, and
 
     tolerance = SAFETY × max(noise, eps).
 
-Both are relative to the largest entry of the array.
+Both are relative to the largest entry of the array, or to a tenth of the largest in the tree that
+the array belongs to, lest rounding be judged beside a gradient that is truly zero.
 """
 
 import contextlib
@@ -27,6 +28,9 @@ SAFETY = {"float64": 32.0, "float32": 32.0, "bfloat16": 8.0}
 
 # Random roundings that `noise` is the worst of.
 _DRAWS = 2
+
+# Of the largest entry in a tree, what smaller arrays are judged beside.
+_SHARE = 0.1
 
 # float64's own noise drowns in the reference's rounding; it is measured with larger steps and
 # scaled down.
@@ -61,7 +65,7 @@ class Row:
 
 
 class Reference(NamedTuple):
-    """A float64 result and its noise in each dtype: trees of the same form."""
+    """A float64 result and its noise in each dtype, absolute: trees of the same form."""
 
     value: Any
     noise: dict[str, Any]
@@ -142,7 +146,7 @@ def reference(function: Callable, *inputs: Any, dtypes: tuple[str, ...]) -> Refe
         noise = {}
         for dtype in dtypes:
             step = _FLOAT64_STEP if dtype == "float64" else eps(dtype) / 2
-            moved = [jax.tree.map(relative_error, evaluate(step), value) for _ in range(_DRAWS)]
+            moved = [jax.tree.map(_distance, evaluate(step), value) for _ in range(_DRAWS)]
             scale = eps(dtype) / 2 / step
             noise[dtype] = jax.tree.map(lambda *n, s=scale: s * max(n), *moved)
     return Reference(value, noise)
@@ -150,11 +154,17 @@ def reference(function: Callable, *inputs: Any, dtypes: tuple[str, ...]) -> Refe
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """max|actual − expected| / max|expected|; NaN and shapes that differ count as infinite."""
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return _distance(np.asarray(actual), np.asarray(expected)) / (_size(np.asarray(expected)) or 1)
+
+
+def _distance(actual: np.ndarray, expected: np.ndarray) -> float:
     if actual.shape != expected.shape:
         return float("inf")
-    worst, scale = np.abs(actual - expected).max(initial=0.0), np.abs(expected).max(initial=0.0)
-    return float(worst / scale if scale > 0 else worst) if np.isfinite(worst) else float("inf")
+    return float(np.nan_to_num(_size(actual - expected), nan=np.inf))
+
+
+def _size(x: np.ndarray) -> float:
+    return float(np.abs(x).max(initial=0.0))
 
 
 def compare(
@@ -164,11 +174,14 @@ def compare(
 
     `slack` is added to the tolerance: an error that the method has besides rounding.
     """
-    errors = jax.tree.map(relative_error, to_numpy(actual), wanted.value)
-    noises = jax.tree.leaves(wanted.noise[dtype])
+    expected = jax.tree.leaves_with_path(wanted.value)
+    found, noises = jax.tree.leaves(to_numpy(actual)), jax.tree.leaves(wanted.noise[dtype])
+    floor = _SHARE * max(_size(leaf) for _, leaf in expected)
     leaves = []
-    for (path, error), noise in zip(jax.tree.leaves_with_path(errors), noises, strict=True):
-        tolerance = SAFETY[dtype] * max(noise, eps(dtype)) + slack
+    for (path, leaf), value, noise in zip(expected, found, noises, strict=True):
+        scale = max(_size(leaf), floor) or 1.0
+        error = _distance(value, leaf) / scale
+        tolerance = SAFETY[dtype] * max(noise / scale, eps(dtype)) + slack
         where = jax.tree_util.keystr(path, simple=True, separator=".")
         leaves.append((error, tolerance, where))
     return Row(check, shape, dtype, *max(leaves, key=lambda leaf: leaf[0] / leaf[1]))

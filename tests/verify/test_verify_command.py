@@ -22,11 +22,20 @@ class TestRows:
         assert not Row("x", "", "float64", float("nan"), 1.0).passed
         assert not Row("x", "", "float64", float("inf"), 1.0).passed
 
-    def test_noise_grows_with_the_condition(self):
+    def test_the_tolerance_grows_with_the_condition(self):
         x = np.array([1.0 + 1e-3], np.float32)
-        plain_x = reference(lambda x: x, x, dtypes=("float32",))
-        cancelled = reference(lambda x: x - 1.0, x, dtypes=("float32",))
-        assert cancelled.noise["float32"] > 500 * plain_x.noise["float32"]
+        tolerances = []
+        for function in (lambda x: x, lambda x: x - 1.0):
+            wanted = reference(function, x, dtypes=("float32",))
+            tolerances.append(compare("x", "", "float32", wanted.value, wanted).tolerance)
+        assert tolerances[1] > 200 * tolerances[0]
+
+    def test_rounding_beside_a_zero_gradient_passes_and_a_mistake_does_not(self):
+        value = {"large": np.ones(2), "zero": np.zeros(2)}
+        wanted = Reference(value, {"float64": {"large": 0.0, "zero": 0.0}})
+        for offset, passed in ((1e-16, True), (1e-12, False)):
+            found = {"large": np.ones(2), "zero": np.full(2, offset)}
+            assert compare("x", "", "float64", found, wanted).passed is passed
 
     def test_the_worst_leaf_decides_and_is_named(self):
         value = {"a": np.ones(2), "b": np.ones(2)}
