@@ -79,8 +79,8 @@ def attention_rows(case: Case) -> Iterator[Row]:
                     found[f"{update} {name}"], wanted.part("force"),
                 )  # fmt: skip
         yield compare(
-            "attention update ηF, through the norm", shape, dtype, found["update"],
-            wanted.part("update"),
+            "attention step x + ηF, through the norm", shape, dtype, found["step"],
+            wanted.part("step"),
         )  # fmt: skip
         if "explicit P" in found:
             explicit = wanted.part("force")._replace(value=found["explicit P"])
@@ -111,8 +111,8 @@ def mlp_rows(case: Case) -> Iterator[Row]:
                 wanted.part("force"),
             )  # fmt: skip
         yield compare(
-            "MLP update ηF, through the norm", shape, dtype, found["update"],
-            wanted.part("update"),
+            "MLP step x + ηF, through the norm", shape, dtype, found["step"],
+            wanted.part("step"),
         )  # fmt: skip
         if "explicit P" in found:
             explicit = wanted.part("force")._replace(value=found["explicit P"])
@@ -162,12 +162,12 @@ def _plain_attention(p, x_JD, h_JD, segments_J, c: ModelConfig) -> dict[str, jax
     return {
         "energy": plain.interaction_energy(x_JD, h_JD, p, segments_J, c)[None],
         "force": plain.interaction_force(x_JD, h_JD, p, segments_J, c)[None],
-        "update": (plain.attention_step(x_JD, h_JD, p, segments_J, c) - x_JD)[None],
+        "step": plain.attention_step(x_JD, h_JD, p, segments_J, c)[None],
     }
 
 
 def _attention_results(c: ModelConfig, p, u, h, segments_J) -> dict[str, jax.Array]:
-    """The layer's energy, force and update, and the functions' force with P written out."""
+    """The layer's energy, force and step, and the functions' force with P written out."""
     found = {}
     for name in implementations():
         for update in _UPDATES:
@@ -176,7 +176,7 @@ def _attention_results(c: ModelConfig, p, u, h, segments_J) -> dict[str, jax.Arr
             found[f"{update} {name}"] = layer.force(u, frame)
         found[f"energy {name}"] = layer.energy_at(u, frame)
     layer, _ = attention_frame(c, p, h, segments_J)
-    found["update"] = layer.update(u, h, segments=_rows_of(segments_J))
+    found["step"] = u + layer.update(u, h, segments=_rows_of(segments_J))
     if "preconditioner" in p and c.attention.heads * c.dim**2 <= _EXPLICIT_LIMIT:
         matrix = explicit_matrix(p["preconditioner"], c.dim)
         if matrix.ndim == 2:
@@ -197,19 +197,19 @@ def _plain_mlp(p, x_JD, h_JD, c: ModelConfig) -> dict[str, Any]:
     return {
         "energy": plain.elementwise_energy(x_JD, h_JD, p, c)[None],
         "force": plain.elementwise_force(x_JD, h_JD, p, c)[None],
-        "update": (plain.mlp_step(x_JD, h_JD, p, c) - x_JD)[None],
+        "step": plain.mlp_step(x_JD, h_JD, p, c)[None],
     }
 
 
 def _mlp_results(c: ModelConfig, p, u, h) -> dict[str, jax.Array]:
-    """The layer's energy, force and update, and the functions' force with P written out."""
+    """The layer's energy, force and step, and the functions' force with P written out."""
     found = {}
     for update in _UPDATES:
         layer = sublayer(replace(c, mlp=replace(c.mlp, update=update)), "mlp", p)
         frame = layer.frame(h)
         found[update] = layer.force(u, frame)
     found["energy"] = layer.energy_at(u, frame)
-    found["update"] = sublayer(c, "mlp", p).update(u, h)
+    found["step"] = u + sublayer(c, "mlp", p).update(u, h)
     if "preconditioner" in p:
         found["explicit P"] = elementwise_force(
             u,

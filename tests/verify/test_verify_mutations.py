@@ -27,7 +27,7 @@ def test_a_force_that_loses_a_factor(monkeypatch):
     rows = outcomes(forces.attention_rows(small(("float64", "float32"))))
     assert not rows["attention force, autodiff, dense"]
     assert not rows["attention force, closed form, blockwise"]
-    assert not rows["attention update ηF, through the norm"]
+    assert not rows["attention step x + ηF, through the norm"]
     assert rows["attention energy, dense"]
     assert not rows["attention force, folded P = explicit P"]
 
@@ -103,7 +103,7 @@ def test_a_switch_that_is_ignored(monkeypatch, switches):
     change = changes[next(iter(switches.values()))]
     ignoring = lambda c, name, p: original(change(c), name, p)
     monkeypatch.setattr(forces, "sublayer", ignoring)
-    assert "attention update ηF, through the norm" in failing(forces.attention_rows(case))
+    assert "attention step x + ηF, through the norm" in failing(forces.attention_rows(case))
 
 
 def test_another_sigma(monkeypatch):
