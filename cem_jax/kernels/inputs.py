@@ -1,6 +1,6 @@
 """What every implementation of the log-partition function takes, validated once."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,15 @@ class Inputs(NamedTuple):
     slopes: jax.Array | None  # m, [K]
     self_bias: jax.Array | None  # β, [K]
     segments: jax.Array | None  # document ids, [B, J]
+
+
+class Plan(NamedTuple):
+    """What is static in a call, the same for every implementation."""
+
+    tau: float
+    context: str = "none"  # none | summed | per_head: whether a = Σ_j p h_j is wanted, over heads
+    blocks: tuple[int, int] | None = None  # positions of a query and a key block; None: chosen
+    interpret: Any = None  # for Pallas: True, or the parameters of its interpreter
 
 
 def accumulator(dtype) -> jnp.dtype:
