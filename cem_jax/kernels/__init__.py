@@ -17,13 +17,15 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels import blockwise, dense
+from cem_jax.kernels import attention, dense
+from cem_jax.kernels.attention import IMPLEMENTATIONS, Unavailable
 from cem_jax.kernels.cached import attend_cached
-from cem_jax.kernels.inputs import Inputs, number, validated
+from cem_jax.kernels.inputs import Inputs, Plan, number, validated
 from cem_jax.kernels.linear import project, readout
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Unavailable",
     "attend",
     "attend_cached",
     "log_partition",
@@ -31,8 +33,6 @@ __all__ = [
     "readout",
     "total_log_partition",
 ]
-
-IMPLEMENTATIONS = ("auto", "dense", "blockwise")
 
 
 def log_partition(
@@ -54,9 +54,11 @@ def log_partition(
     Differentiable in every floating argument, twice. A position sees itself and what lies before
     it, within its own segment where `segments` are given. `g` = d∘u and `h` carry the diagonal of
     the interaction matrix; a `g` without head axis is shared by the heads, its tile computed once.
-    `implementation`: dense (every score written out), blockwise (O(J) memory), or auto.
-    `block_sizes`: positions of a query and a key block. `interpret`: for Pallas implementations.
-    `tau` is a number, not differentiated. Raises ValueError on shapes that do not fit.
+    `implementation`: dense (every score written out), blockwise (O(J) memory, any platform), pallas
+    (the fused kernel of a TPU or a GPU), or auto: fused where that can be, else blockwise.
+    `block_sizes`: positions of a query and a key block. `interpret`: run the TPU kernel in Pallas'
+    interpreter. `tau` is a number, not differentiated. Raises ValueError on shapes that do not fit,
+    `Unavailable` where pallas is demanded and cannot be.
     """
     inputs = validated(q, k, g, h, slopes, self_bias, segments)
     return _log_partition(inputs, tau, implementation, block_sizes, interpret, head_sum=False)
@@ -88,51 +90,40 @@ def attend(
     inputs = validated(q, k, g, h, slopes, self_bias, segments, v)
     if context != "none" and h is None:
         raise ValueError(f"context={context!r} averages h, which is not given")
-    return _implementation(implementation, block_sizes, interpret)(inputs, number(tau), context)
+    plan = _plan(tau, context, implementation, block_sizes, interpret)
+    return attention.attend(implementation, inputs, plan)
 
 
-def _implementation(name: str, block_sizes, interpret):
-    """The attend function (inputs, tau, context) of that name."""
-    if name not in IMPLEMENTATIONS:
+def _plan(tau, context, implementation, block_sizes, interpret) -> Plan:
+    if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {name!r}"
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}"
         )
-    if interpret is not None:
-        raise ValueError(f"interpret is for Pallas kernels; implementation={name!r} is plain XLA")
-    if name == "dense":
-        return dense.attend
-    if block_sizes is None:
-        return partial(blockwise.attend, blocks=None)
-    blocks = tuple(int(size) for size in block_sizes)
-    if len(blocks) != 2 or min(blocks) < 1:
+    if interpret and implementation != "pallas":
+        raise ValueError(f"interpret is for 'pallas'; implementation={implementation!r} is XLA")
+    blocks = None if block_sizes is None else tuple(int(size) for size in block_sizes)
+    if blocks is not None and (len(blocks) != 2 or min(blocks) < 1):
         raise ValueError(f"block_sizes must be two positive numbers; got {block_sizes}")
-    return partial(blockwise.attend, blocks=blocks)
+    return Plan(number(tau), context, blocks, interpret)
 
 
 def _log_partition(inputs: Inputs, tau, implementation, block_sizes, interpret, head_sum):
-    fused = _implementation(implementation, block_sizes, interpret)
-    tau = number(tau)
+    plan = _plan(tau, "none", implementation, block_sizes, interpret)
     if implementation == "dense":
-        lse_BKJ = dense.log_partition(inputs, tau)
+        lse_BKJ = dense.log_partition(inputs, plan.tau)
         return lse_BKJ.sum(-2) if head_sum else lse_BKJ
-    static = (fused.func, tuple(fused.keywords.items()), tau, head_sum)
-    return _fused_log_partition(static, inputs)
+    return _fused_log_partition((implementation, plan, head_sum), inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused_log_partition(static, inputs: Inputs):
-    attend_to, tau, head_sum = _unpack(static)
-    lse_BKJ, _, _ = attend_to(inputs, tau, "none")
+    implementation, plan, head_sum = static
+    lse_BKJ, _, _ = attention.attend(implementation, inputs, plan)
     return lse_BKJ.sum(-2) if head_sum else lse_BKJ
 
 
-def _unpack(static):
-    function, keywords, tau, head_sum = static
-    return partial(function, **dict(keywords)), tau, head_sum
-
-
 def _forward(static, primals: Inputs):
-    attend_to, tau, head_sum = _unpack(static)
+    implementation, plan, head_sum = static
     is_primal = lambda x: isinstance(x, CustomVJPPrimal)
     inputs = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
     asked = {n for n, p in primals._asdict().items() if p is not None and p.perturbed}
@@ -141,16 +132,18 @@ def _forward(static, primals: Inputs):
     # the derivative. Anything else takes attention's own backward pass.
     if asked <= {"q", "g"} and (head_sum or not shared_g or "g" not in asked):
         context = ("summed" if shared_g else "per_head") if "g" in asked else "none"
-        lse_BKJ, o_BJKR, a = attend_to(inputs, tau, context)
+        plan = plan._replace(context=context)
+        lse_BKJ, o_BJKR, a = attention.attend(implementation, inputs, plan)
         residuals = (inputs, o_BJKR, a, None)
     else:
-        lse_BKJ, pull_back = jax.vjp(lambda t: attend_to(t, tau, "none")[0], inputs)
+        alone = lambda t: attention.attend(implementation, t, plan)[0]
+        lse_BKJ, pull_back = jax.vjp(alone, inputs)
         residuals = (inputs, None, None, pull_back)
     return (lse_BKJ.sum(-2) if head_sum else lse_BKJ), residuals
 
 
 def _backward(static, residuals, lse_bar):
-    _, tau, head_sum = _unpack(static)
+    _, plan, head_sum = static
     inputs, o_BJKR, a, pull_back = residuals
     heads = inputs.q.shape[-2]
     if head_sum:
@@ -161,7 +154,7 @@ def _backward(static, residuals, lse_bar):
         bar_BKJ = lse_bar
     if pull_back is not None:
         return pull_back(bar_BKJ)
-    scale_BJK1 = jnp.swapaxes(bar_BKJ, -1, -2)[..., None] / tau
+    scale_BJK1 = jnp.swapaxes(bar_BKJ, -1, -2)[..., None] / plan.tau
     g_bar = None
     if a is not None:
         per_head = a.ndim == o_BJKR.ndim

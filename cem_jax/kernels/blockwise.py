@@ -24,15 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cem_jax.kernels.inputs import Inputs, accumulator
-
-
-class Plan(NamedTuple):
-    """What is static in a call."""
-
-    tau: float
-    context: str  # none | summed | per_head: whether a = Σ_j p h_j is wanted, and over which heads
-    blocks: tuple[int, int]  # query, key
+from cem_jax.kernels.inputs import Inputs, Plan, accumulator
 
 
 class Blocked(NamedTuple):
@@ -55,33 +47,18 @@ def default_blocks(positions: int) -> tuple[int, int]:
     return min(size, positions), min(size, positions)
 
 
-def attend(inputs: Inputs, tau: float, context: str, blocks: tuple[int, int] | None):
-    """lse [..., K, J], o [..., J, K, R] and a: None, [..., J, D] or [..., J, K, D] by `context`.
-
-    `o` and `a` come in the accumulator's dtype (float32 or float64).
-    """
-    leading = inputs.q.shape[:-3]
-    positions = inputs.q.shape[-3]
-    plan = Plan(tau, context, blocks or default_blocks(positions))
-    flat = Inputs(
-        *(x if x is None else x.reshape(-1, *x.shape[len(leading) :]) for x in inputs[:5]),
-        inputs.slopes,
-        inputs.self_bias,
-        None if inputs.segments is None else inputs.segments.reshape(-1, positions),
-    )
-    lse, o, a = _attend(plan, flat)
-    restore = lambda x: x.reshape(*leading, *x.shape[1:])
-    return restore(lse), restore(o), None if a is None else restore(a)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: Plan, inputs: Inputs):
-    return _attend_forward(plan, inputs)[0]
+def _with_blocks(plan: Plan, inputs: Inputs) -> Plan:
+    return plan._replace(blocks=plan.blocks or default_blocks(inputs.q.shape[1]))
 
 
 # Jitted, or each call outside a jit would compile its scans anew.
-@partial(jax.jit, static_argnums=0)
-def _attend_forward(plan: Plan, inputs: Inputs):
+@partial(jax.jit, static_argnums=1)
+def forward(inputs: Inputs, plan: Plan):
+    """lse [B, K, J], o [B, J, K, R] and a: None, [B, J, D] or [B, J, K, D] by `plan.context`.
+
+    In the accumulator's dtype (float32 or float64).
+    """
+    plan = _with_blocks(plan, inputs)
     blocked = _cut(inputs, plan)
     lse_XBKI, o_XBKIR = _sweep_forward(blocked, plan)
     positions = inputs.q.shape[1]
@@ -92,13 +69,14 @@ def _attend_forward(plan: Plan, inputs: Inputs):
         a_XBCID = _sweep_context(blocked, lse_XBKI, plan)
         a = _join(a_XBCID, positions)
         a = a[:, :, 0] if plan.context == "summed" else a
-    return (lse_BKJ, o_BJKR, a), (inputs, lse_BKJ, o_BJKR)
+    return lse_BKJ, o_BJKR, a
 
 
-@partial(jax.jit, static_argnums=0)
-def _attend_backward(plan: Plan, residuals, cotangents):
-    inputs, lse_BKJ, o_BJKR = residuals
+@partial(jax.jit, static_argnums=1)
+def backward(inputs: Inputs, plan: Plan, lse_BKJ, o_BJKR, a, cotangents) -> Inputs:
+    """The gradients of `inputs` from those of (lse, o, a), whose values are given too."""
     dlse_BKJ, do_BJKR, da = cotangents
+    plan = _with_blocks(plan, inputs)
     block = plan.blocks[0]
     blocked = _cut(inputs, plan)
     # exp(s − ∞) = 0: the rows that padding added take no part
@@ -115,10 +93,7 @@ def _attend_backward(plan: Plan, residuals, cotangents):
         delta_XBKI += _sweep_delta(blocked, lse_XBKI, e_XBCID, plan)
     do_XBKIR = _cut_positions(do_BJKR, block)
     grads = _sweep_backward(blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, plan)
-    return (_uncut_gradients(grads, inputs),)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    return _uncut_gradients(grads, inputs)
 
 
 # One tile: scores and probabilities.

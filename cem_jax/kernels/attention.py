@@ -1,0 +1,147 @@
+"""One differentiable attention over several implementations.
+
+An implementation is a module with two pure functions and, if fused, an objection:
+
+    forward(inputs, plan) -> (lse, o, a)
+    backward(inputs, plan, lse, o, a, (dlse, do, da)) -> gradients, an `Inputs`
+    obstacle(inputs, plan) -> why it cannot serve this call, or None
+
+What is kept between the two passes is what the backward pass takes: the inputs, lse, o, a.
+"""
+
+import logging
+from functools import cache, partial
+from importlib import import_module
+
+import jax
+from jax import lax
+
+from cem_jax.kernels import blockwise, dense
+from cem_jax.kernels.inputs import Inputs, Plan
+from cem_jax.kernels.partition import backward_over_mesh, forward_over_mesh, share, split_in_use
+
+# "pallas" is the fused kernel of the platform that the program is compiled for
+IMPLEMENTATIONS = ("auto", "dense", "blockwise", "pallas")
+FUSED: dict[str, str] = {}  # platform: module
+
+_log = logging.getLogger(__name__)
+
+
+class Unavailable(ValueError):
+    """The fused kernel was demanded where it cannot run; the message says why."""
+
+
+def attend(implementation: str, inputs: Inputs, plan: Plan):
+    """(lse, o, a) of `kernels.attend`, with any leading axes."""
+    if implementation == "dense":
+        return dense.attend(inputs, plan.tau, plan.context)
+    leading = inputs.q.shape[:-3]
+    lse, o, a = _attend(implementation, plan, _one_leading_axis(inputs))
+    restore = lambda x: x.reshape(*leading, *x.shape[1:])
+    return restore(lse), restore(o), None if a is None else restore(a)
+
+
+def _one_leading_axis(inputs: Inputs) -> Inputs:
+    count = inputs.q.ndim - 3
+    flat = lambda x: None if x is None else x.reshape(-1, *x.shape[count:])
+    return Inputs(*map(flat, inputs[:5]), inputs.slopes, inputs.self_bias, flat(inputs.segments))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(implementation: str, plan: Plan, inputs: Inputs):
+    return _keep(implementation, plan, inputs)[0]
+
+
+def _keep(implementation: str, plan: Plan, inputs: Inputs):
+    outputs = _choose(implementation, plan, inputs, "forward")(inputs)
+    return outputs, (inputs, *outputs)
+
+
+def _pull_back(implementation: str, plan: Plan, kept, cotangents):
+    return (_backward(implementation, plan, *kept, cotangents),)
+
+
+_attend.defvjp(_keep, _pull_back)
+
+
+# A fused backward pass has no derivative of its own. Where one is asked for (training does not),
+# it is that of the blockwise one, which is plain JAX.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _backward(implementation: str, plan: Plan, inputs: Inputs, lse, o, a, cotangents) -> Inputs:
+    run = _choose(implementation, plan, inputs, "backward")
+    return run(inputs, lse, o, a, cotangents)
+
+
+def _plain_backward(plan: Plan, inputs: Inputs, *rest) -> Inputs:
+    return blockwise.backward(inputs, _plain(plan), *rest)
+
+
+_backward.defvjp(
+    lambda implementation, plan, *kept: (_backward(implementation, plan, *kept), kept),
+    lambda implementation, plan, kept, bar: jax.vjp(partial(_plain_backward, plan), *kept)[1](bar),
+)
+
+
+def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
+    """The forward or the backward function, of the platform that the program is compiled for."""
+    plain = partial(_run, blockwise, direction, _plain(plan))
+    if implementation == "blockwise":
+        return plain
+    demanded = implementation == "pallas"
+    if plan.interpret:
+        return _fused("tpu", direction, plan)
+    target = target_platform()
+    branches = {}
+    for platform, name in FUSED.items():
+        reason = _obstacle(name, inputs, plan)
+        if reason is None:
+            branches[platform] = _fused(name, direction, plan)
+        elif platform == target:
+            if demanded:
+                raise Unavailable(f"implementation='pallas': {reason}")
+            _say_once(f"attention runs blockwise instead of fused: {reason}")
+    if not demanded:
+        return partial(_by_platform, branches, plain)
+    if target not in FUSED:
+        raise Unavailable(
+            f"implementation='pallas' needs a TPU or a GPU, and this program is for {target}; "
+            "'auto' takes what each platform has"
+        )
+    return branches[target]
+
+
+def _by_platform(branches, plain, *arguments):
+    return lax.platform_dependent(*arguments, default=plain, **branches)
+
+
+def _run(module, direction: str, plan: Plan, inputs: Inputs, *rest):
+    return getattr(module, direction)(inputs, plan, *rest)
+
+
+def _fused(name: str, direction: str, plan: Plan):
+    module = import_module(f"cem_jax.kernels.{name}")
+    over_mesh = {"forward": forward_over_mesh, "backward": backward_over_mesh}[direction]
+    return over_mesh(getattr(module, direction), plan)
+
+
+def _obstacle(name: str, inputs: Inputs, plan: Plan) -> str | None:
+    part = share(inputs, split_in_use())
+    if isinstance(part, str):
+        return part
+    return import_module(f"cem_jax.kernels.{name}").obstacle(part, plan)
+
+
+def _plain(plan: Plan) -> Plan:
+    return plan._replace(interpret=None)
+
+
+def target_platform() -> str:
+    """cpu, tpu or cuda: of the mesh in use where it names a device, else of JAX's own devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "cuda" if platform == "gpu" else platform
+
+
+@cache
+def _say_once(message: str) -> None:
+    _log.warning(message)

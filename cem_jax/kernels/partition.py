@@ -1,0 +1,144 @@
+"""A fused kernel under a mesh: each device runs it on its own rows and heads.
+
+XLA cannot split a kernel by itself, so `over_mesh` wraps it in a shard_map over the mesh in use
+(`jax.set_mesh`). The axes are known by name; an axis of another name, or of size 1, is ignored.
+Arrays that all heads share (g, h, a) are copies on the devices of a row, and their gradients are
+summed over these devices; so are the gradients of the scores' biases over the batch.
+
+Shapes: B batch · J positions · K heads · R head dim · D model dim.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from cem_jax.kernels.inputs import Inputs, Plan
+
+BATCH_AXES = ("data", "fsdp")
+HEAD_AXES = ("tensor",)
+
+
+class Split(NamedTuple):
+    """The axes of the mesh in use that split rows and heads."""
+
+    batch: tuple[str, ...]
+    heads: tuple[str, ...]
+    rows: int  # into how many parts
+    columns: int
+
+
+def split_in_use() -> Split:
+    """That of the mesh set by `jax.set_mesh`, without the axes that are manual already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {
+        name: size
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        if size > 1 and kind != AxisType.Manual
+    }
+    batch = tuple(axis for axis in BATCH_AXES if axis in sizes)
+    heads = tuple(axis for axis in HEAD_AXES if axis in sizes)
+    count = lambda axes: int(jnp.prod(jnp.array([sizes[a] for a in axes], int))) if axes else 1
+    return Split(batch, heads, count(batch), count(heads))
+
+
+def share(inputs: Inputs, split: Split) -> Inputs | str:
+    """Shapes of one device's part of `inputs`, or what does not divide."""
+    batch, _, heads, _ = inputs.q.shape
+    for what, size, ways, axes in (
+        ("sequences", batch, split.rows, split.batch),
+        ("heads", heads, split.columns, split.heads),
+    ):
+        if size % ways:
+            return f"{size} {what} do not divide over the {ways} devices of {' × '.join(axes)}"
+
+    def part(x, spec):
+        ways = {split.batch: split.rows, split.heads: split.columns}
+        cut = [size // (ways[axes] if axes else 1) for size, axes in _pairs(x.shape, spec)]
+        return jax.ShapeDtypeStruct(tuple(cut), x.dtype)
+
+    return Inputs(
+        *(
+            None if x is None else part(x, spec)
+            for x, spec in zip(inputs, _input_specs(inputs, split), strict=True)
+        )
+    )
+
+
+def _pairs(shape, spec):
+    return zip(shape, (*spec, *[()] * (len(shape) - len(spec))), strict=True)
+
+
+def _input_specs(inputs: Inputs, split: Split) -> Inputs:
+    rows = P(split.batch, (), split.heads)
+    per_head = inputs.g is not None and inputs.g.ndim == inputs.q.ndim
+    alone = P(split.batch)
+    bias = P(split.heads)
+    return Inputs(rows, rows, rows, rows if per_head else alone, alone, bias, bias, alone)
+
+
+def _output_specs(plan: Plan, split: Split):
+    rows = P(split.batch, (), split.heads)
+    a = {"none": P(), "summed": P(split.batch), "per_head": rows}[plan.context]
+    return P(split.batch, split.heads), rows, a
+
+
+def _sum(x, axes: tuple[str, ...]):
+    """Summed over `axes`, in float32 at least."""
+    if x is None or not axes:
+        return x
+    return lax.psum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes).astype(x.dtype)
+
+
+def forward_over_mesh(forward, plan: Plan):
+    """`forward(inputs, plan)` on each device's part."""
+    split = split_in_use()
+    if split.rows == split.columns == 1:
+        return lambda inputs: forward(inputs, plan)
+
+    def local(inputs):
+        lse, o, a = forward(inputs, plan)
+        return lse, o, _sum(a, split.heads) if plan.context == "summed" else a
+
+    return lambda inputs: jax.shard_map(
+        local,
+        in_specs=(_present(_input_specs(inputs, split), inputs),),
+        out_specs=_output_specs(plan, split),
+        check_vma=False,  # what is summed over which axis is written out above
+    )(inputs)
+
+
+def backward_over_mesh(backward, plan: Plan):
+    """`backward(inputs, plan, …)` on each device's part, with the sums between devices."""
+    split = split_in_use()
+    if split.rows == split.columns == 1:
+        return lambda inputs, *rest: backward(inputs, plan, *rest)
+
+    def local(inputs, *rest):
+        grads = backward(inputs, plan, *rest)
+        shared_g = grads.g is not None and grads.g.ndim < grads.q.ndim
+        return grads._replace(
+            g=_sum(grads.g, split.heads) if shared_g else grads.g,
+            h=_sum(grads.h, split.heads),
+            slopes=_sum(grads.slopes, split.batch),
+            self_bias=_sum(grads.self_bias, split.batch),
+        )
+
+    def mapped(inputs, lse, o, a, cotangents):
+        outputs = _output_specs(plan, split)
+        specs = _present(_input_specs(inputs, split), inputs)
+        return jax.shard_map(
+            local,
+            in_specs=(specs, *outputs, outputs),
+            out_specs=specs._replace(segments=None),
+            check_vma=False,
+        )(inputs, lse, o, a, cotangents)
+
+    return mapped
+
+
+def _present(specs: Inputs, inputs: Inputs) -> Inputs:
+    return Inputs(*(None if x is None else spec for spec, x in zip(specs, inputs, strict=True)))
