@@ -1,0 +1,56 @@
+"""Sizes of blocks, warps and pipeline stages on a GPU, by kernel, dtype and lanes of a head.
+
+Chosen from compilations for an H200 (`benchmarks/gpu_static.py`): the largest tiles without spills.
+"""
+
+import jax.numpy as jnp
+
+from cem_jax.kernels.gpu_shared import Product
+from cem_jax.kernels.gpu_tiles import SMALLEST, SQUARE, Task, square
+from cem_jax.kernels.inputs import Inputs, Plan
+
+# kernel: (queries, keys, warps, stages)
+HALF = {
+    "forward": (128, 64, 4, 2),
+    "queries": (128, 64, 8, 2),
+    "keys": (64, 128, 8, 2),
+    "sums": (128, 64, 8, 2),
+}
+FULL = {
+    "forward": (64, 32, 4, 2),
+    "queries": (32, 32, 4, 2),
+    "keys": (32, 32, 4, 2),
+    "sums": (32, 32, 4, 2),
+}
+# product: (chunk of model dims, warps, stages)
+HALF_PRODUCTS = {"scores": (64, 8, 3), "sums": (128, 8, 3)}
+FULL_PRODUCTS = {"scores": (32, 8, 2), "sums": (64, 8, 2)}
+
+
+def task(kernel: str, inputs: Inputs, plan: Plan) -> Task:
+    """What is static in that kernel's call; blocks as asked for, or else chosen."""
+    _, positions, heads, width = inputs.q.shape
+    table = FULL if inputs.q.dtype == jnp.float32 else HALF
+    *blocks, warps, stages = table[kernel]
+    queries, keys = (min(size, square(positions)) for size in plan.blocks or blocks)
+    return Task(
+        positions, heads, width, 1.0 / plan.tau, queries, keys, warps, stages, bool(plan.interpret)
+    )
+
+
+def product(kernel: str, inputs: Inputs, plan: Plan) -> Product:
+    table = FULL_PRODUCTS if inputs.q.dtype == jnp.float32 else HALF_PRODUCTS
+    return Product(*table[kernel], bool(plan.interpret))
+
+
+def refused_blocks(plan: Plan) -> str | None:
+    """Why blocks of these sizes cannot run; None if they can."""
+    if plan.blocks is None:
+        return None
+    fits = all(SMALLEST <= n <= SQUARE and n & (n - 1) == 0 for n in plan.blocks)
+    if fits:
+        return None
+    return (
+        f"blocks on a GPU are powers of two from {SMALLEST} to {SQUARE} positions, "
+        f"not {tuple(plan.blocks)}"
+    )

@@ -1,0 +1,103 @@
+"""Cases of the GPU kernels in interpret mode, and what they are compared with.
+
+Shapes: B batch · J positions · K heads · R head dim · D model dim.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from attention_oracle import compiled_quickly, random_inputs
+
+from cem_jax.kernels import dense, gpu
+from cem_jax.kernels.inputs import Inputs, Plan
+
+TAU = 6.0
+# The interpreter runs a program at a time, so tests take small tiles where they may
+SMALL = (32, 16)
+
+
+def draw(positions, *, dtype=jnp.float32, batch=1, width=28, dim=40, **what) -> Inputs:
+    """As `random_inputs`, with a batch."""
+    drawn = random_inputs(
+        np.random.default_rng(positions), positions, leading=(batch,), width=width, dim=dim, **what
+    )
+    wide = {n: jnp.asarray(x, None if n == "segments" else jnp.float32) for n, x in drawn.items()}
+    low = {n: x.astype(dtype) if n in "qkvgh" else x for n, x in wide.items()}
+    return Inputs(**dict.fromkeys(Inputs._fields) | low)
+
+
+def cotangents(inputs: Inputs, context: str):
+    """(dlse, do, da), drawn."""
+    rng = np.random.default_rng(1)
+    normal = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    batch, positions, heads, _ = inputs.q.shape
+    da = None if context == "none" else normal(inputs.h.shape)
+    return normal((batch, heads, positions)), normal(inputs.q.shape), da
+
+
+def fused(plan: Plan):
+    """inputs, cotangents → ((lse, o, a), gradients) by the kernels."""
+
+    def both(inputs, bar):
+        outputs = gpu.forward(inputs, plan)
+        return outputs, gpu.backward(inputs, plan, *outputs, bar)
+
+    return both
+
+
+def plain(plan: Plan):
+    """The same by automatic differentiation of `dense`."""
+
+    def both(inputs, bar):
+        attend = lambda t: dense.attend(
+            t._replace(segments=inputs.segments), plan.tau, plan.context
+        )
+        outputs, pull_back = jax.vjp(attend, inputs._replace(segments=None))
+        return outputs, pull_back(bar)[0]
+
+    return both
+
+
+def score_gradient_sizes(inputs: Inputs, plan: Plan, bar):
+    """Σ|dS| and Σ(i − j)|dS| by head: what the gradients of β and m are sums of. [K] each."""
+    s_BKIJ = dense.scores(inputs, plan.tau)
+
+    def from_scores(s):
+        lse = jax.nn.logsumexp(s, axis=-1)
+        p = jnp.exp(s - lse[..., None])
+        values = inputs.k if inputs.v is None else inputs.v
+        a = None if plan.context == "none" else jnp.einsum("bkij,bjd->bid", p, inputs.h)
+        return lse, jnp.einsum("bkij,bjkr->bikr", p, values), a
+
+    visible = jnp.isfinite(s_BKIJ)
+    (ds,) = jax.vjp(from_scores, s_BKIJ)[1](bar)
+    size = jnp.where(visible, jnp.abs(ds), 0.0)
+    i = jnp.arange(size.shape[-1])
+    distance = jnp.abs(i[:, None] - i[None, :])[None, None]
+    return size.sum((0, 2, 3)), (size * distance).sum((0, 2, 3))
+
+
+def relative(found, expected) -> float:
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    return np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30)
+
+
+def check(inputs: Inputs, context="none", blocks=SMALL, tolerance=1e-5) -> None:
+    """Outputs and gradients of the kernels are those of `dense`."""
+    plan = Plan(TAU, context, blocks, True)
+    assert gpu.obstacle(inputs, plan) is None
+    bar = cotangents(inputs, context)
+    outputs, gradients = compiled_quickly(fused(plan), inputs, bar)(inputs, bar)
+    expected, expected_gradients = compiled_quickly(plain(plan), inputs, bar)(inputs, bar)
+    for name, x, y in zip(("lse", "o", "a"), outputs, expected, strict=True):
+        assert (x is None) == (y is None)
+        assert x is None or relative(x, y) <= tolerance, name
+    assert jax.tree.structure(gradients) == jax.tree.structure(expected_gradients)
+    for name in ("q", "k", "v", "g", "h"):
+        x, y = getattr(gradients, name), getattr(expected_gradients, name)
+        assert x is None or (x.dtype == y.dtype and relative(x, y) <= tolerance), name
+    sizes = jax.jit(lambda t, bar: score_gradient_sizes(t, plan, bar))(inputs, bar)
+    for name, size in zip(("self_bias", "slopes"), sizes, strict=True):
+        x, y = getattr(gradients, name), getattr(expected_gradients, name)
+        if x is not None:
+            assert (np.abs(x - y) <= tolerance * np.asarray(size)).all(), name

@@ -1,0 +1,144 @@
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu_cases import SMALL, TAU, check, cotangents, draw, fused, plain, relative
+
+from cem_jax.kernels import gpu
+from cem_jax.kernels.inputs import Plan
+
+WIDTHS = (28, 56, 64, 72, 84)
+POSITIONS = (1, 5, 127, 128, 129, 200, 256)
+SHARED = dict(diagonal="shared")
+# Every width, number of positions, diagonal, bias, mask and context at least once, blocks chosen
+# and given, queries' larger than keys' and the other way round.
+CASES = {
+    "J1": (1, dict(width=56, **SHARED), "none", None),
+    "J5": (5, dict(width=84, batch=2, segments=True, **SHARED), "none", None),
+    "J5-exact": (5, dict(width=28, segments=True, **SHARED), "summed", None),
+    "J127": (127, dict(width=72, self_bias=False), "none", (16, 32)),
+    "J128": (128, dict(width=64, batch=2, slopes=False, **SHARED), "none", SMALL),
+    "J128-plain": (128, dict(width=3, heads=1, slopes=False, self_bias=False), "none", SMALL),
+    "J129": (129, dict(width=84, segments=True), "none", None),
+    "J129-exact": (129, dict(width=84, values=True, **SHARED), "summed", (64, 64)),
+    "J200": (200, dict(width=28, dim=200, **SHARED), "none", (64, 32)),
+    "J256": (256, dict(width=72, values=True, segments=True), "none", (64, 64)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_and_its_gradients_are_those_of_dense(name):
+    positions, what, context, blocks = CASES[name]
+    check(draw(positions, **what), context, blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("diagonal", "context"), [("none", "none"), ("shared", "none"),
+                                                   ("shared", "summed")])  # fmt: skip
+def test_every_width_and_number_of_positions(positions, width, diagonal, context):
+    for segments, values in product((False, True), repeat=2):
+        inputs = draw(positions, width=width, diagonal=diagonal, segments=segments, values=values)
+        check(inputs, context, blocks=None)
+
+
+@pytest.mark.parametrize("context", ["none", "summed"])
+def test_bfloat16_is_as_exact_as_unfused(context):
+    """Errors against float32 on the rounded inputs, beside those of XLA's own bfloat16.
+
+    lse has that of a tile in float16, half a unit in the eleventh digit of a score.
+    """
+    low = draw(128, width=28, dtype=jnp.bfloat16, batch=2, **SHARED)
+    wide = low._replace(**{n: getattr(low, n).astype(jnp.float32) for n in "qkgh"})
+    bar = cotangents(low, context)
+    plan = Plan(TAU, context, None, True)
+    run = lambda f, inputs: jax.tree.leaves(jax.jit(f(plan))(inputs, bar))
+    exact, ours, theirs = run(plain, wide), run(fused, low), run(plain, low)
+    names = ("lse", "o", *(("a",) if context == "summed" else ()), *"qkgh", "slopes", "self_bias")
+    for name, x, y, z in zip(names, exact, ours, theirs, strict=True):
+        if name not in ("slopes", "self_bias"):  # sums that cancel: an error is luck
+            own = 2.0**-12 if name == "lse" else 0.0
+            assert relative(y, x) <= 1.5 * relative(z, x) + own, name
+
+
+def test_padding_is_poisoned_here():
+    """What the ragged cases rely on: the interpreter fills a last block's rest with NaN."""
+
+    def copy(x_ref, y_ref):
+        y_ref[...] = x_ref[...]
+
+    from jax.experimental import pallas as pl
+
+    spec = pl.BlockSpec((4,), lambda i: (0,))
+    out = jax.ShapeDtypeStruct((4,), jnp.float32)
+    call = pl.pallas_call(
+        copy, out_shape=out, grid=(1,), in_specs=[spec], out_specs=spec, interpret=True
+    )
+    np.testing.assert_array_equal(call(jnp.ones(3)), [1, 1, 1, np.nan])
+
+
+def test_same_inputs_same_bits():
+    inputs = draw(129, width=56, segments=True, **SHARED)
+    bar = cotangents(inputs, "summed")
+    run = jax.jit(fused(Plan(TAU, "summed", None, True)))
+    first = run(inputs, bar)
+    for _ in range(4):
+        jax.tree.map(np.testing.assert_array_equal, run(inputs, bar), first)
+
+
+def test_large_scores_stay_finite():
+    """Diagonal scores beyond float16 too."""
+    inputs = draw(40, width=16, dtype=jnp.bfloat16, **SHARED)
+    inputs = inputs._replace(q=1e4 * inputs.q, g=1e5 * inputs.g)
+    outputs, gradients = jax.jit(fused(Plan(1.0, "none", None, True)))(
+        inputs, cotangents(inputs, "none")
+    )
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((outputs, gradients)))
+
+
+def test_x64_changes_nothing(x64):
+    inputs = draw(20, width=16, segments=True, **SHARED)
+    outputs, _ = jax.jit(fused(Plan(TAU, "none", None, True)))(inputs, cotangents(inputs, "none"))
+    assert {x.dtype for x in jax.tree.leaves(outputs)} == {jnp.dtype(jnp.float32)}
+
+
+H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("positions", "what", "context"),
+    [
+        (256, dict(width=84, dtype=jnp.bfloat16, **SHARED), "none"),
+        (200, dict(width=72, dtype=jnp.float16, segments=True, values=True, **SHARED), "summed"),
+        (200, dict(width=56, dtype=jnp.float32, segments=True), "none"),
+    ],
+)
+def test_lowers_for_a_gpu(positions, what, context):
+    inputs = draw(positions, **what)
+    bar = cotangents(inputs, context)
+    f = jax.jit(fused(Plan(TAU, context)))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H200)):
+        lowered = f.trace(inputs, bar).lower(lowering_platforms=("cuda",))
+    kernels = lowered.as_text().count("__gpu$xla.gpu.triton")
+    assert kernels >= (3 if inputs.g is None else 7)
+
+
+@pytest.mark.parametrize(
+    ("what", "plan", "words"),
+    [
+        (dict(dtype=jnp.float64), Plan(TAU), ["float64"]),
+        (dict(width=200), Plan(TAU), ["128", "200"]),
+        (SHARED, Plan(TAU, "per_head"), ["contexts"]),
+        ({}, Plan(TAU, blocks=(48, 32)), ["powers of two", "(48, 32)"]),
+        ({}, Plan(TAU, blocks=(8, 32)), ["powers of two", "(8, 32)"]),
+        ({}, Plan(TAU, blocks=(64, 256)), ["powers of two", "(64, 256)"]),
+    ],
+)
+def test_obstacles_are_named(x64, what, plan, words):
+    inputs = jax.eval_shape(lambda: draw(5, **what))
+    reason = gpu.obstacle(inputs, plan)
+    assert all(word in reason for word in words), reason
