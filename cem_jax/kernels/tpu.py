@@ -1,0 +1,81 @@
+"""Attention, its keys as values or with values of their own, fused for TPUs: Pallas, Mosaic.
+
+What `blockwise` computes, in one kernel forward and one backward; `tpu_forward` and `tpu_backward`
+hold the mathematics. Here are the layouts in HBM, the grid and what cannot run.
+
+Arrays are flat, [B, J, K·R] and [B, J, D], which a reshape to heads does not move; lse and dlse are
+[B, K, J]. J is padded with zeros to whole blocks: no real query sees a padded key, and a padded
+query has no cotangent.
+"""
+
+import jax.numpy as jnp
+
+from cem_jax.kernels import tpu_backward, tpu_forward
+from cem_jax.kernels.inputs import Inputs, Plan
+from cem_jax.kernels.tpu_call import SCALARS, call, working_set
+from cem_jax.kernels.tpu_plan import LANES, RESERVED_VMEM, sizes_of, vmem_capacity
+
+FORWARD_BLOCKS = (512, 512)
+BACKWARD_BLOCKS = (256, 256)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def forward(inputs: Inputs, plan: Plan):
+    """lse [B, K, J], o [B, J, K, R], a [B, J, D] or None, in float32."""
+    sizes = sizes_of(inputs, plan, FORWARD_BLOCKS)
+    found = call(tpu_forward, sizes, plan.interpret, _computable(inputs, sizes)._asdict())
+    positions = inputs.q.shape[1]
+    o_BJKR = found["o"][:, :positions].reshape(inputs.q.shape)
+    a_BJD = found["a"][:, :positions] if sizes.exact else None
+    return found["lse"][..., :positions], o_BJKR, a_BJD
+
+
+def backward(inputs: Inputs, plan: Plan, lse, o, a, cotangents) -> Inputs:
+    """Gradients of every floating input, in its dtype; None for what is absent.
+
+    `lse`, `o`, `a` are the forward's, `cotangents` theirs. `a` is not needed.
+    """
+    del a
+    sizes = sizes_of(inputs, plan, BACKWARD_BLOCKS)
+    arrays = _computable(inputs, sizes)._asdict() | dict(lse=lse, o=o)
+    arrays |= dict(zip(("dlse", "do", "da"), cotangents, strict=True))
+    found = call(tpu_backward, sizes, plan.interpret, arrays)
+
+    def gradient(name, x):
+        if f"d{name}" not in found:
+            return None
+        d = found[f"d{name}"]
+        d = d.sum((0, 2)) if name in SCALARS else d[:, : x.shape[1]].reshape(x.shape)
+        return d.astype(x.dtype)
+
+    return Inputs(**{name: gradient(name, x) for name, x in inputs._asdict().items()})
+
+
+def obstacle(inputs: Inputs, plan: Plan) -> str | None:
+    """Why this call cannot run on a TPU, or None. `inputs` may be shapes alone."""
+    if str(inputs.q.dtype) not in DTYPES:
+        return f"the TPU kernels compute in {', '.join(DTYPES)}, not {inputs.q.dtype}"
+    if plan.context == "per_head":
+        return "the TPU kernels average h for all heads together, not for each"
+    if plan.blocks is not None:
+        queries, keys = plan.blocks
+        if queries % LANES or keys % LANES or queries % keys:
+            return (
+                f"block sizes for TPU are multiples of {LANES}, the query block one of the key "
+                f"block; got {plan.blocks}"
+            )
+    kernels = ((tpu_forward, FORWARD_BLOCKS), (tpu_backward, BACKWARD_BLOCKS))
+    need = max(working_set(module, sizes_of(inputs, plan, x)) for module, x in kernels)
+    need, room = (need + RESERVED_VMEM) / 2**20, vmem_capacity() / 2**20
+    if need > room:
+        return (
+            f"{inputs.q.shape[1]} positions of this shape take {need:.0f} MiB of VMEM; "
+            f"the device has {room:.0f}"
+        )
+    return None
+
+
+def _computable(inputs: Inputs, sizes) -> Inputs:
+    """In the kernels' type."""
+    cast = lambda x: x if x is None else x.astype(sizes.dtype)
+    return Inputs(*map(cast, inputs[:5]), *inputs[5:])

@@ -1,0 +1,113 @@
+"""Calling a TPU kernel: its arrays in HBM, which block of each a program has, and what that takes.
+
+Arrays go by name. A kernel module has `kernel(inputs, outputs, kept, sizes=…)` on dicts of
+references, `arrays(sizes)`, the names of its inputs and outputs, and `scratch(sizes)`.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from cem_jax.kernels.tpu_plan import Sizes, padded_bytes, vmem_limit
+
+SCALARS = ("slopes", "self_bias")  # read one by one, from SMEM
+ROWS = ("lse", "dlse", "segments")  # positions last
+# One block a batch element, which each of its programs adds to; written to HBM once.
+KEPT = ("dk", "dv", "dh", "dslopes", "dself_bias")
+
+
+def given(sizes: Sizes) -> tuple[str, ...]:
+    """Names of the inputs that a call has."""
+    has = dict(v=sizes.values, g=sizes.model, h=sizes.model, slopes=sizes.slopes)
+    has |= dict(self_bias=sizes.self_bias, segments=sizes.segments)
+    return ("q", "k", *(name for name, present in has.items() if present))
+
+
+def shape_of(name: str, sizes: Sizes):
+    """(shape without batch, dtype) in HBM of an array, or of its gradient d…"""
+    f32 = jnp.dtype(jnp.float32)
+    if name in SCALARS:
+        return (sizes.heads,), f32
+    if name.removeprefix("d") in SCALARS:
+        return (sizes.heads, sizes.queries), f32
+    if name == "segments":
+        return (1, sizes.positions), jnp.dtype(jnp.int32)
+    if name in ROWS:
+        return (sizes.heads, sizes.positions), f32
+    of = name.removeprefix("d")
+    width = sizes.heads * sizes.width
+    if of in ("h", "a") or (of == "g" and sizes.diagonal == "shared"):
+        width = sizes.model
+    elif of == "g":
+        width = sizes.heads * sizes.model
+    return (sizes.positions, width), f32 if of in ("o", "a") else sizes.dtype
+
+
+def call(module, sizes: Sizes, interpret, arrays: dict) -> dict:
+    """The kernel's outputs by name. Arrays [B, J, …], [B, K, J] or, segments, [B, J]."""
+    inputs, outputs = module.arrays(sizes)
+    batch = arrays["q"].shape[0]
+    run = pl.pallas_call(
+        partial(module.kernel, sizes=sizes),
+        grid=(batch, sizes.positions // sizes.queries),
+        in_specs=[{name: _spec(name, sizes) for name in inputs}],
+        out_specs={name: _spec(name, sizes) for name in outputs},
+        out_shape={
+            name: jax.ShapeDtypeStruct((batch, *shape), dtype)
+            for name in outputs
+            for shape, dtype in [shape_of(name, sizes)]
+        },
+        scratch_shapes=[{n: pltpu.VMEM(*kept) for n, kept in module.scratch(sizes).items()}],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit()
+        ),
+        interpret=interpret or False,
+        name=module.__name__.rsplit(".", 1)[-1],
+    )
+    return run({name: _flat(name, arrays[name], sizes) for name in inputs})
+
+
+def working_set(module, sizes: Sizes) -> int:
+    """Bytes of VMEM: each block twice, to stream it, and what the kernel keeps."""
+    names = [name for part in module.arrays(sizes) for name in part if name not in SCALARS]
+    blocks = sum(padded_bytes(_block(name, sizes), shape_of(name, sizes)[1]) for name in names)
+    return 2 * blocks + sum(padded_bytes(*kept) for kept in module.scratch(sizes).values())
+
+
+def _flat(name: str, x, sizes: Sizes):
+    """As in HBM: heads joined with their columns, positions padded with zeros."""
+    shape, dtype = shape_of(name, sizes)
+    if name in SCALARS:
+        return x.astype(dtype)
+    axis = 2 if name in ROWS else 1
+    if name == "segments":
+        x = x.astype(dtype)[:, None]
+    elif name not in ROWS:
+        x = x.reshape(*x.shape[:2], -1)
+    missing = sizes.positions - x.shape[axis]
+    if missing:
+        x = jnp.pad(x, [(0, missing if n == axis else 0) for n in range(3)])
+    assert x.shape[1:] == shape and x.dtype == dtype, (name, x.shape, x.dtype, shape, dtype)
+    return x
+
+
+def _block(name: str, sizes: Sizes) -> tuple[int, int]:
+    rows, columns = shape_of(name, sizes)[0]
+    if name in KEPT:
+        return rows, columns
+    return (rows, sizes.queries) if name in ROWS else (sizes.queries, columns)
+
+
+def _spec(name: str, sizes: Sizes):
+    if name in SCALARS:
+        return pl.BlockSpec(memory_space=pltpu.SMEM)
+    if name in KEPT:
+        index = lambda b, i: (b, 0, 0)
+    elif name in ROWS:
+        index = lambda b, i: (b, 0, i)
+    else:
+        index = lambda b, i: (b, i, 0)
+    return pl.BlockSpec((None, *_block(name, sizes)), index)

@@ -1,0 +1,145 @@
+"""Attention, its keys as values, on a TPU: the forward kernel.
+
+One program a batch element and block of queries, in order of position; all heads inside. Legend and
+layouts: `tpu_tiles`. Per tile and head, with the running maximum M and total l of a query:
+
+    s = k·qᵀ + C     C = h·gᵀ once for all heads     p = exp(s − M)     oᵀ += vᵀ p     l += Σ p
+
+With a context, a second sweep adds up A = Σ_k p/l, and aᵀ = hᵀ A.
+"""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from cem_jax.kernels.tpu_call import given
+from cem_jax.kernels.tpu_plan import LANES, Sizes
+from cem_jax.kernels.tpu_tiles import (
+    LN2,
+    Tile,
+    for_each_head,
+    for_each_tile,
+    head_slice,
+    lay_out_diagonal,
+    lay_out_heads,
+    lay_out_segments,
+    product,
+    query_bias,
+    span,
+)
+
+HEADS_TOGETHER = 2
+
+
+def arrays(sizes: Sizes):
+    """Names of what comes in and goes out."""
+    return given(sizes), ("lse", "o", *(("a",) if sizes.exact else ()))
+
+
+def scratch(sizes: Sizes) -> dict:
+    """(shape, dtype) of what the kernel keeps."""
+    heads, rows, positions, queries = sizes.heads, sizes.rows, sizes.positions, sizes.queries
+    dtype, f32 = sizes.dtype, jnp.float32
+    kept = dict(
+        k=((heads, positions, rows), dtype),
+        vT=((heads, rows, positions), dtype),
+        qT=((heads, rows, queries), dtype),
+        peak=((heads, 1, queries), f32),
+        total=((heads, 1, queries), f32),
+        oT=((heads, rows, queries), f32),
+    )
+    if sizes.diagonal != "none":
+        outer = (heads,) if sizes.diagonal == "per_head" else ()
+        kept |= dict(
+            h=((positions, sizes.model), dtype), gT=((*outer, sizes.model, queries), dtype)
+        )
+    if sizes.exact:
+        kept |= dict(hT=((sizes.model, positions), dtype), aT=((sizes.model, queries), f32))
+        kept |= dict(shares=((sizes.keys, queries), f32))
+    if sizes.segments:
+        kept |= dict(segment_columns=((positions, LANES), jnp.int32))
+    return kept
+
+
+def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
+    i = pl.program_id(1)
+    refs = {**kept, **{n: inputs[n] for n in ("slopes", "self_bias", "segments") if n in inputs}}
+    _lay_out(inputs, refs, i, sizes)
+    refs["peak"][...] = jnp.full_like(refs["peak"], -jnp.inf)
+    refs["total"][...] = jnp.zeros_like(refs["total"])
+    refs["oT"][...] = jnp.zeros_like(refs["oT"])
+    for_each_tile(lambda tile: _attend_to(tile, refs), i, sizes)
+    _finish(outputs, refs, sizes)
+    if sizes.exact:
+        refs["aT"][...] = jnp.zeros_like(refs["aT"])
+        for_each_tile(lambda tile: _average(tile, refs), i, sizes)
+        outputs["a"][...] = refs["aT"][...].T
+
+
+def _lay_out(inputs: dict, refs: dict, i, sizes: Sizes):
+    start = i * sizes.queries
+
+    @pl.when(i == 0)
+    def _():
+        if sizes.rows > sizes.width:  # what pads the head dim is never written again
+            for name in ("k", "vT", "qT"):
+                refs[name][...] = jnp.zeros_like(refs[name])
+
+    lay_out_heads(inputs["q"], sizes, rows=(refs["qT"], 0))
+    keys = inputs["k"]
+    lay_out_heads(keys, sizes, columns=(refs["k"], start))
+    lay_out_heads(inputs["v"] if sizes.values else keys, sizes, rows=(refs["vT"], start))
+    lay_out_diagonal(inputs.get("g"), refs.get("gT"), sizes)
+    if sizes.diagonal != "none":
+        refs["h"][span(start, sizes.queries), :] = inputs["h"][...]
+    if sizes.exact:
+        refs["hT"][:, span(start, sizes.queries)] = inputs["h"][...].T
+    if sizes.segments:
+        lay_out_segments(refs["segments"], refs["segment_columns"], start, sizes)
+
+
+def _attend_to(tile: Tile, refs: dict):
+    sizes, lanes = tile.sizes, tile.lanes
+    shared_NI = None if sizes.diagonal == "per_head" else tile.common(refs)
+
+    def visit(head):
+        common_NI = tile.common(refs, head) if sizes.diagonal == "per_head" else shared_NI
+        s_NI = tile.scores(refs, head, common_NI)
+        old_1I = refs["peak"][head, :, lanes]
+        new_1I = jnp.maximum(old_1I, s_NI.max(0, keepdims=True))
+        p_NI = jnp.exp2(s_NI - new_1I)
+        keep_1I = jnp.exp2(old_1I - new_1I)
+        fresh_SI = product(refs["vT"][head, :, tile.keys], p_NI.astype(sizes.dtype), (1, 0), sizes)
+        refs["peak"][head, :, lanes] = new_1I
+        total_1I = refs["total"][head, :, lanes] * keep_1I + p_NI.sum(0, keepdims=True)
+        refs["total"][head, :, lanes] = total_1I
+        refs["oT"][head, :, lanes] = refs["oT"][head, :, lanes] * keep_1I + fresh_SI
+
+    for_each_head(visit, sizes, HEADS_TOGETHER)
+
+
+def _finish(outputs: dict, refs: dict, sizes: Sizes):
+    for head in range(sizes.heads):
+        total_1I = refs["total"][head]
+        lse_1I = refs["peak"][head] * LN2 + jnp.log(total_1I)
+        if sizes.slopes:
+            lse_1I = lse_1I - query_bias(refs["slopes"], head, sizes)
+        outputs["lse"][head : head + 1, :] = lse_1I
+        o_RI = refs["oT"][head, : sizes.width] / total_1I
+        outputs["o"][:, head_slice(head, sizes.width)] = o_RI.T
+
+
+def _average(tile: Tile, refs: dict):
+    """aᵀ += hᵀ A over one tile, once the softmax of every head is known."""
+    sizes, lanes = tile.sizes, tile.lanes
+    shared_NI = None if sizes.diagonal == "per_head" else tile.common(refs)
+    refs["shares"][:, lanes] = jnp.zeros(tile.shape, jnp.float32)
+
+    def visit(head):
+        common_NI = tile.common(refs, head) if sizes.diagonal == "per_head" else shared_NI
+        log2_sum_1I = refs["peak"][head, :, lanes] + jnp.log2(refs["total"][head, :, lanes])
+        p_NI = jnp.exp2(tile.scores(refs, head, common_NI) - log2_sum_1I)
+        refs["shares"][:, lanes] += p_NI
+
+    for_each_head(visit, sizes, HEADS_TOGETHER)
+    shares_NI = refs["shares"][:, lanes].astype(sizes.dtype)
+    refs["aT"][:, lanes] += product(refs["hT"][:, tile.keys], shares_NI, (1, 0), sizes)

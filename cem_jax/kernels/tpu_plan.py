@@ -1,0 +1,109 @@
+"""What is static in a TPU kernel's call: its sizes, its blocks, and whether its working set fits.
+
+A program holds a block of queries, and everything of the keys up to it, in VMEM: the working set
+grows with J·D.
+"""
+
+from math import ceil, lcm
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from cem_jax.kernels.inputs import Inputs, Plan
+
+LANES = 128
+# Sublanes of a bfloat16 tile; head dims are padded to it where they lie along sublanes.
+SUBLANES = 16
+DEFAULT_VMEM = 64 * 2**20  # of a device that is not known: the least of v5e, v5p, v6e and TPU7x
+# The compiler's own: spilled registers and stages of the pipeline.
+RESERVED_VMEM = 6 * 2**20
+
+
+class Sizes(NamedTuple):
+    """Static facts of a call. Positions are those of the padded arrays."""
+
+    positions: int
+    heads: int
+    width: int  # R
+    rows: int  # R padded to whole tiles
+    model: int  # D; 0 without diagonal
+    queries: int  # of a query block, a multiple of `keys`
+    keys: int
+    c: float  # 1/τ
+    diagonal: str  # none | shared | per_head
+    exact: bool  # with the context a = Σ_k Σ_j p h_j
+    values: bool  # values of their own
+    slopes: bool
+    self_bias: bool
+    segments: bool
+    dtype: jnp.dtype
+
+    @property
+    def common(self) -> bool:
+        """Whether tiles beyond the diagonal have a part that all heads share."""
+        return self.diagonal == "shared" or self.segments
+
+    @property
+    def precision(self):
+        return jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
+
+
+def sizes_of(inputs: Inputs, plan: Plan, default: tuple[int, int]) -> Sizes:
+    """`default`: query and key positions of a block where the plan leaves them open."""
+    _, positions, heads, width = inputs.q.shape
+    queries, keys = plan.blocks or fitted_blocks(positions, default)
+    diagonal = "none" if inputs.g is None else "shared" if inputs.g.ndim == 3 else "per_head"
+    return Sizes(
+        positions=round_up(positions, lcm(queries, keys)),
+        heads=heads,
+        width=width,
+        rows=round_up(width, SUBLANES),
+        model=0 if inputs.h is None else inputs.h.shape[-1],
+        queries=queries,
+        keys=keys,
+        c=1.0 / plan.tau,
+        diagonal=diagonal,
+        exact=plan.context == "summed",
+        values=inputs.v is not None,
+        slopes=inputs.slopes is not None,
+        self_bias=inputs.self_bias is not None,
+        segments=inputs.segments is not None,
+        # the matrix unit takes no float16, and bfloat16 has fewer digits
+        dtype=jnp.dtype(jnp.bfloat16 if inputs.q.dtype == jnp.bfloat16 else jnp.float32),
+    )
+
+
+def round_up(size: int, multiple: int) -> int:
+    return ceil(size / multiple) * multiple
+
+
+def fitted_blocks(positions: int, default: tuple[int, int]) -> tuple[int, int]:
+    """The default blocks, halved while they would pad J by more than an eighth."""
+    queries, keys = default
+    while queries > LANES and 8 * (round_up(positions, queries) - positions) > positions:
+        queries //= 2
+    return queries, min(keys, queries)
+
+
+def vmem_capacity() -> int:
+    """Bytes of the device compiled for: the abstract mesh's, or the one at hand."""
+    try:
+        return pltpu.get_tpu_info().vmem_capacity_bytes
+    except Exception:  # raised, in various types, where the device is no TPU or an unknown one
+        return DEFAULT_VMEM
+
+
+def vmem_limit() -> int:
+    return vmem_capacity() - RESERVED_VMEM // 2
+
+
+def padded_bytes(shape: tuple[int, ...], dtype) -> int:
+    """Of an array in VMEM, whose last two axes lie in whole tiles."""
+    size = jnp.dtype(dtype).itemsize
+    *outer, rows, lanes = (1, *shape) if len(shape) == 1 else shape
+    total = round_up(rows, 8 * 4 // size) * round_up(lanes, LANES) * size
+    for n in outer:
+        total *= n
+    return total
