@@ -12,6 +12,11 @@ from jaxtyping import Array, Float
 from cem_jax.energy.norm import force_at_state, rms_norm
 
 
+# Unrolled, what the backward pass needs of each step stays where it is instead of being copied into
+# one stacked array: on CPU a fifth of a T = 2 training step's time.
+_UNROLLED = 4
+
+
 class StepNorm(NamedTuple):
     """The norm inside the recursion."""
 
@@ -42,6 +47,4 @@ def descend(
         return x + (step_size * moved).astype(x.dtype), None
 
     body = jax.checkpoint(step) if remat else step
-    if steps == 1:
-        return body(x, None)[0]
-    return jax.lax.scan(body, x, length=steps)[0]
+    return jax.lax.scan(body, x, length=steps, unroll=min(steps, _UNROLLED))[0]
