@@ -28,11 +28,11 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer.learning_rate = 0.006
     c.optimizer.final_fraction = 0.02
 
-    c.train.steps = 1200
-    c.train.global_batch = 8  # small and many: 1.2M tokens are all there is time for
+    c.train.steps = 2400
+    c.train.global_batch = 8  # small and many: 2.5M tokens are all there is time for
     c.train.compute_dtype = "float32"
 
-    c.checkpoint.every = 400
-    c.eval.every = 400
+    c.checkpoint.every = 800
+    c.eval.every = 800
     c.eval.batches = 10
     return c

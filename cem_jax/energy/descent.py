@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 
 from cem_jax.energy.norm import force_at_state, rms_norm
 
-
 # Unrolled, what the backward pass needs of each step stays where it is instead of being copied into
 # one stacked array: on CPU a fifth of a T = 2 training step's time.
 _UNROLLED = 4

@@ -22,7 +22,7 @@ from cem_jax.kernels.partition import backward_over_mesh, forward_over_mesh, sha
 
 # "pallas" is the fused kernel of the platform that the program is compiled for
 IMPLEMENTATIONS = ("auto", "dense", "blockwise", "pallas")
-FUSED: dict[str, str] = {}  # platform: module
+FUSED = {"tpu": "tpu", "cuda": "gpu"}  # platform: module
 
 _log = logging.getLogger(__name__)
 
@@ -49,11 +49,11 @@ def _one_leading_axis(inputs: Inputs) -> Inputs:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(implementation: str, plan: Plan, inputs: Inputs):
-    return _keep(implementation, plan, inputs)[0]
+    return _compute(implementation, plan, "forward", inputs)
 
 
 def _keep(implementation: str, plan: Plan, inputs: Inputs):
-    outputs = _choose(implementation, plan, inputs, "forward")(inputs)
+    outputs = _attend(implementation, plan, inputs)  # so that this pass has a derivative too
     return outputs, (inputs, *outputs)
 
 
@@ -68,8 +68,7 @@ _attend.defvjp(_keep, _pull_back)
 # it is that of the blockwise one, which is plain JAX.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _backward(implementation: str, plan: Plan, inputs: Inputs, lse, o, a, cotangents) -> Inputs:
-    run = _choose(implementation, plan, inputs, "backward")
-    return run(inputs, lse, o, a, cotangents)
+    return _compute(implementation, plan, "backward", inputs, lse, o, a, cotangents)
 
 
 def _plain_backward(plan: Plan, inputs: Inputs, *rest) -> Inputs:
@@ -80,6 +79,12 @@ _backward.defvjp(
     lambda implementation, plan, *kept: (_backward(implementation, plan, *kept), kept),
     lambda implementation, plan, kept, bar: jax.vjp(partial(_plain_backward, plan), *kept)[1](bar),
 )
+
+
+# Jitted, so that the kernels of equal layers and steps are traced once.
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _compute(implementation: str, plan: Plan, direction: str, inputs: Inputs, *rest):
+    return _choose(implementation, plan, inputs, direction)(inputs, *rest)
 
 
 def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
@@ -93,6 +98,8 @@ def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
     target = target_platform()
     branches = {}
     for platform, name in FUSED.items():
+        if platform == "cuda" != target:
+            continue  # Triton's lowering asks for the GPU it is meant for
         reason = _obstacle(name, inputs, plan)
         if reason is None:
             branches[platform] = _fused(name, direction, plan)

@@ -8,6 +8,7 @@ summed over these devices; so are the gradients of the scores' biases over the b
 Shapes: B batch · J positions · K heads · R head dim · D model dim.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -41,7 +42,7 @@ def split_in_use() -> Split:
     }
     batch = tuple(axis for axis in BATCH_AXES if axis in sizes)
     heads = tuple(axis for axis in HEAD_AXES if axis in sizes)
-    count = lambda axes: int(jnp.prod(jnp.array([sizes[a] for a in axes], int))) if axes else 1
+    count = lambda axes: math.prod(sizes[axis] for axis in axes)
     return Split(batch, heads, count(batch), count(heads))
 
 
@@ -55,35 +56,39 @@ def share(inputs: Inputs, split: Split) -> Inputs | str:
         if size % ways:
             return f"{size} {what} do not divide over the {ways} devices of {' × '.join(axes)}"
 
-    def part(x, spec):
-        ways = {split.batch: split.rows, split.heads: split.columns}
-        cut = [size // (ways[axes] if axes else 1) for size, axes in _pairs(x.shape, spec)]
-        return jax.ShapeDtypeStruct(tuple(cut), x.dtype)
+    ways = {"rows": split.rows, "heads": split.columns, None: 1}
 
-    return Inputs(
-        *(
-            None if x is None else part(x, spec)
-            for x, spec in zip(inputs, _input_specs(inputs, split), strict=True)
-        )
-    )
+    def part(x, dims):
+        dims = (*dims, *[None] * (x.ndim - len(dims)))
+        shape = tuple(size // ways[dim] for size, dim in zip(x.shape, dims, strict=True))
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    pairs = zip(inputs, _input_dims(inputs), strict=True)
+    return Inputs(*(None if x is None else part(x, dims) for x, dims in pairs))
 
 
-def _pairs(shape, spec):
-    return zip(shape, (*spec, *[()] * (len(shape) - len(spec))), strict=True)
+# What is split of each array's leading dimensions.
+_ROWS, _HEADS, _BOTH = ("rows",), ("heads",), ("rows", None, "heads")
+
+
+def _input_dims(inputs: Inputs) -> Inputs:
+    per_head = inputs.g is not None and inputs.g.ndim == inputs.q.ndim
+    return Inputs(_BOTH, _BOTH, _BOTH, _BOTH if per_head else _ROWS, _ROWS, _HEADS, _HEADS, _ROWS)
+
+
+def _spec(dims, split: Split) -> P:
+    axes = {"rows": split.batch, "heads": split.heads, None: ()}
+    return P(*(axes[dim] or None for dim in dims))
 
 
 def _input_specs(inputs: Inputs, split: Split) -> Inputs:
-    rows = P(split.batch, (), split.heads)
-    per_head = inputs.g is not None and inputs.g.ndim == inputs.q.ndim
-    alone = P(split.batch)
-    bias = P(split.heads)
-    return Inputs(rows, rows, rows, rows if per_head else alone, alone, bias, bias, alone)
+    pairs = zip(inputs, _input_dims(inputs), strict=True)
+    return Inputs(*(None if x is None else _spec(dims, split) for x, dims in pairs))
 
 
 def _output_specs(plan: Plan, split: Split):
-    rows = P(split.batch, (), split.heads)
-    a = {"none": P(), "summed": P(split.batch), "per_head": rows}[plan.context]
-    return P(split.batch, split.heads), rows, a
+    a = {"none": (), "summed": _ROWS, "per_head": _BOTH}[plan.context]
+    return tuple(_spec(dims, split) for dims in (("rows", "heads"), _BOTH, a))
 
 
 def _sum(x, axes: tuple[str, ...]):
@@ -105,7 +110,7 @@ def forward_over_mesh(forward, plan: Plan):
 
     return lambda inputs: jax.shard_map(
         local,
-        in_specs=(_present(_input_specs(inputs, split), inputs),),
+        in_specs=(_input_specs(inputs, split),),
         out_specs=_output_specs(plan, split),
         check_vma=False,  # what is summed over which axis is written out above
     )(inputs)
@@ -129,7 +134,7 @@ def backward_over_mesh(backward, plan: Plan):
 
     def mapped(inputs, lse, o, a, cotangents):
         outputs = _output_specs(plan, split)
-        specs = _present(_input_specs(inputs, split), inputs)
+        specs = _input_specs(inputs, split)
         return jax.shard_map(
             local,
             in_specs=(specs, *outputs, outputs),
@@ -138,7 +143,3 @@ def backward_over_mesh(backward, plan: Plan):
         )(inputs, lse, o, a, cotangents)
 
     return mapped
-
-
-def _present(specs: Inputs, inputs: Inputs) -> Inputs:
-    return Inputs(*(None if x is None else spec for spec, x in zip(specs, inputs, strict=True)))
