@@ -3,16 +3,14 @@
 What `blockwise` computes, in one kernel forward and one backward; `tpu_forward` and `tpu_backward`
 hold the mathematics. Here are the layouts in HBM, the grid and what cannot run.
 
-Arrays are flat, [B, J, K·R] and [B, J, D], which a reshape to heads does not move; lse and dlse are
-[B, K, J]. J is padded with zeros to whole blocks: no real query sees a padded key, and a padded
-query has no cotangent.
+In HBM arrays are [B, K·R, J] and [B, D, J], positions last: XLA itself lays a [B, J, D] of 672
+columns out so, since nothing is padded then, and the transpose moves nothing. J is padded with
+zeros to whole blocks: no real query sees a padded key, and a padded query has no cotangent.
 """
-
-import jax.numpy as jnp
 
 from cem_jax.kernels import tpu_backward, tpu_forward
 from cem_jax.kernels.inputs import Inputs, Plan
-from cem_jax.kernels.tpu_call import SCALARS, call, working_set
+from cem_jax.kernels.tpu_call import SCALARS, call, positions_first, working_set
 from cem_jax.kernels.tpu_plan import LANES, RESERVED_VMEM, sizes_of, vmem_capacity
 
 FORWARD_BLOCKS = (512, 512)
@@ -24,10 +22,9 @@ def forward(inputs: Inputs, plan: Plan):
     """lse [B, K, J], o [B, J, K, R], a [B, J, D] or None, in float32."""
     sizes = sizes_of(inputs, plan, FORWARD_BLOCKS)
     found = call(tpu_forward, sizes, plan.interpret, _computable(inputs, sizes)._asdict())
-    positions = inputs.q.shape[1]
-    o_BJKR = found["o"][:, :positions].reshape(inputs.q.shape)
-    a_BJD = found["a"][:, :positions] if sizes.exact else None
-    return found["lse"][..., :positions], o_BJKR, a_BJD
+    o_BJKR = positions_first(found["o"], inputs.q.shape)
+    a_BJD = positions_first(found["a"], inputs.h.shape) if sizes.exact else None
+    return found["lse"][..., : inputs.q.shape[1]], o_BJKR, a_BJD
 
 
 def backward(inputs: Inputs, plan: Plan, lse, o, a, cotangents) -> Inputs:
@@ -45,7 +42,7 @@ def backward(inputs: Inputs, plan: Plan, lse, o, a, cotangents) -> Inputs:
         if f"d{name}" not in found:
             return None
         d = found[f"d{name}"]
-        d = d.sum((0, 2)) if name in SCALARS else d[:, : x.shape[1]].reshape(x.shape)
+        d = d.sum((0, 2)) if name in SCALARS else positions_first(d, x.shape)
         return d.astype(x.dtype)
 
     return Inputs(**{name: gradient(name, x) for name, x in inputs._asdict().items()})

@@ -61,16 +61,15 @@ def scratch(sizes: Sizes) -> dict:
     if sizes.values:
         kept |= dict(v=((heads, positions, rows), dtype), dvT=(of_keys, f32))
     if sizes.diagonal != "none":
-        outer = (heads,) if sizes.diagonal == "per_head" else ()
         kept |= dict(
             h=((positions, model), dtype),
             hT=((model, positions), dtype),
-            gT=((*outer, model, queries), dtype),
-            dgT=((*outer, model, queries), f32),
             dhT=((model, positions), f32),
         )
-        if sizes.diagonal == "shared":
-            kept |= dict(ds_sum=tile)
+    if sizes.diagonal == "shared":
+        kept |= dict(dgT=((model, queries), f32), ds_sum=tile)
+    elif sizes.diagonal == "per_head":
+        kept |= dict(gT=((heads, model, queries), dtype), dgT=((heads, model, queries), f32))
     if sizes.exact:
         kept |= dict(eT=((model, queries), dtype), p_sum=tile)
     if sizes.segments:
@@ -109,32 +108,20 @@ def _lay_out(inputs: dict, refs: dict, i, sizes: Sizes):
     lay_out_heads(inputs["k"], sizes, columns=(refs["k"], start), rows=(refs["kT"], start))
     if sizes.values:
         lay_out_heads(inputs["v"], sizes, columns=(refs["v"], start))
-    lay_out_diagonal(inputs.get("g"), refs.get("gT"), sizes)
-    if sizes.diagonal != "none":
-        refs["h"][span(start, sizes.queries), :] = inputs["h"][...]
-        refs["hT"][:, span(start, sizes.queries)] = inputs["h"][...].T
+    lay_out_diagonal(inputs, refs, start, sizes)
     if sizes.exact:
-        refs["eT"][...] = inputs["da"][...].astype(sizes.dtype).T
+        refs["eT"][...] = inputs["da"][...].astype(sizes.dtype)
     if sizes.segments:
         lay_out_segments(refs["segments"], refs["segment_columns"], start, sizes)
     # do is rounded first: do·k − do·o of a row that sees one key is then 0 in low precision too
-    do_ID = inputs["do"][...].astype(sizes.dtype)
-    lay_out_heads(do_ID, sizes, rows=(refs["doT"], 0))
-    _lay_out_rows(inputs, do_ID, refs, sizes)
-
-
-def _lay_out_rows(inputs: dict, do_ID, refs: dict, sizes: Sizes):
-    """−lse and Δ. The sum of do·o over each head's columns is a product with an indicator."""
-    do_o_ID = do_ID.astype(jnp.float32) * inputs["o"][...]
-    shape = (sizes.heads, sizes.heads * sizes.width)
-    first = lax.broadcasted_iota(jnp.int32, shape, 0) * sizes.width
-    column = lax.broadcasted_iota(jnp.int32, shape, 1)
-    within_KD = ((column >= first) & (column < first + sizes.width)).astype(jnp.float32)
-    exactly = sizes._replace(dtype=jnp.dtype(jnp.float32))
-    delta_KI = product(within_KD, do_o_ID, (1, 1), exactly) - inputs["dlse"][...]
+    do_DI = inputs["do"][...].astype(sizes.dtype)
+    lay_out_heads(do_DI, sizes, rows=(refs["doT"], 0))
+    do_o_DI = do_DI.astype(jnp.float32) * inputs["o"][...]
     for head in range(sizes.heads):
-        refs["delta"][head] = delta_KI[head : head + 1]
-        lse_1I = inputs["lse"][head : head + 1, :]
+        do_o_1I = do_o_DI[head_slice(head, sizes.width)].sum(0, keepdims=True)
+        row = slice(head, head + 1)
+        refs["delta"][head] = do_o_1I - inputs["dlse"][row, :]
+        lse_1I = inputs["lse"][row, :]
         if sizes.slopes:
             lse_1I = lse_1I + query_bias(refs["slopes"], head, sizes)
         refs["minus_lse"][head] = lse_1I * -LOG2E
@@ -237,12 +224,12 @@ def _add_bias_gradients(tile: Tile, refs: dict, head, ds_NI):
 def _finish_queries(outputs: dict, refs: dict, sizes: Sizes):
     for head in range(sizes.heads):
         dq_RI = refs["dqT"][head, : sizes.width]
-        outputs["dq"][:, head_slice(head, sizes.width)] = dq_RI.T.astype(sizes.dtype)
+        outputs["dq"][head_slice(head, sizes.width), :] = dq_RI.astype(sizes.dtype)
         if sizes.diagonal == "per_head":
-            dg_DI = refs["dgT"][head]
-            outputs["dg"][:, head_slice(head, sizes.model)] = dg_DI.T.astype(sizes.dtype)
+            dg_DI = refs["dgT"][head].astype(sizes.dtype)
+            outputs["dg"][head_slice(head, sizes.model), :] = dg_DI
     if sizes.diagonal == "shared":
-        outputs["dg"][...] = refs["dgT"][...].T.astype(sizes.dtype)
+        outputs["dg"][...] = refs["dgT"][...].astype(sizes.dtype)
 
 
 def _finish_keys(outputs: dict, refs: dict, sizes: Sizes):
@@ -253,10 +240,9 @@ def _finish_keys(outputs: dict, refs: dict, sizes: Sizes):
         for name, kept in (("dk", "dkT"), ("dv", "dvT")):
             for head in range(sizes.heads if kept in refs else 0):
                 d_RN = refs[kept][head, : sizes.width, block]
-                columns = head_slice(head, sizes.width)
-                outputs[name][block, columns] = d_RN.T.astype(sizes.dtype)
+                outputs[name][head_slice(head, sizes.width), block] = d_RN.astype(sizes.dtype)
         if sizes.diagonal != "none":
-            outputs["dh"][block, :] = refs["dhT"][:, block].T.astype(sizes.dtype)
+            outputs["dh"][:, block] = refs["dhT"][:, block].astype(sizes.dtype)
         return 0
 
     lax.fori_loop(0, sizes.positions // sizes.queries, write, 0)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from cem_jax.kernels.tpu_plan import Sizes, padded_bytes, vmem_limit
 
 SCALARS = ("slopes", "self_bias")  # read one by one, from SMEM
-ROWS = ("lse", "dlse", "segments")  # positions last
+ROWS = ("lse", "dlse", "segments")  # come with positions last already
 # One block a batch element, which each of its programs adds to; written to HBM once.
 KEPT = ("dk", "dv", "dh", "dslopes", "dself_bias")
 
@@ -38,12 +38,12 @@ def shape_of(name: str, sizes: Sizes):
     if name in ROWS:
         return (sizes.heads, sizes.positions), f32
     of = name.removeprefix("d")
-    width = sizes.heads * sizes.width
+    rows = sizes.heads * sizes.width
     if of in ("h", "a") or (of == "g" and sizes.diagonal == "shared"):
-        width = sizes.model
+        rows = sizes.model
     elif of == "g":
-        width = sizes.heads * sizes.model
-    return (sizes.positions, width), f32 if of in ("o", "a") else sizes.dtype
+        rows = sizes.heads * sizes.model
+    return (rows, sizes.positions), f32 if of in ("o", "a") else sizes.dtype
 
 
 def call(module, sizes: Sizes, interpret, arrays: dict) -> dict:
@@ -78,36 +78,29 @@ def working_set(module, sizes: Sizes) -> int:
 
 
 def _flat(name: str, x, sizes: Sizes):
-    """As in HBM: heads joined with their columns, positions padded with zeros."""
-    shape, dtype = shape_of(name, sizes)
+    """As in HBM: heads joined with their columns, positions last and padded with zeros."""
     if name in SCALARS:
-        return x.astype(dtype)
-    axis = 2 if name in ROWS else 1
+        return x.astype(jnp.float32)
     if name == "segments":
-        x = x.astype(dtype)[:, None]
+        x = x.astype(jnp.int32)[:, None]
     elif name not in ROWS:
-        x = x.reshape(*x.shape[:2], -1)
-    missing = sizes.positions - x.shape[axis]
-    if missing:
-        x = jnp.pad(x, [(0, missing if n == axis else 0) for n in range(3)])
-    assert x.shape[1:] == shape and x.dtype == dtype, (name, x.shape, x.dtype, shape, dtype)
-    return x
+        x = jnp.swapaxes(x.reshape(*x.shape[:2], -1), 1, 2)
+    missing = sizes.positions - x.shape[-1]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, missing))) if missing else x
+
+
+def positions_first(x, shape: tuple):
+    """A padded output [B, ·, J] as an array of `shape` [B, J, …]."""
+    return jnp.swapaxes(x, 1, 2)[:, : shape[1]].reshape(shape)
 
 
 def _block(name: str, sizes: Sizes) -> tuple[int, int]:
     rows, columns = shape_of(name, sizes)[0]
-    if name in KEPT:
-        return rows, columns
-    return (rows, sizes.queries) if name in ROWS else (sizes.queries, columns)
+    return (rows, columns if name in KEPT else sizes.queries)
 
 
 def _spec(name: str, sizes: Sizes):
     if name in SCALARS:
         return pl.BlockSpec(memory_space=pltpu.SMEM)
-    if name in KEPT:
-        index = lambda b, i: (b, 0, 0)
-    elif name in ROWS:
-        index = lambda b, i: (b, 0, i)
-    else:
-        index = lambda b, i: (b, i, 0)
+    index = (lambda b, i: (b, 0, 0)) if name in KEPT else (lambda b, i: (b, 0, i))
     return pl.BlockSpec((None, *_block(name, sizes)), index)

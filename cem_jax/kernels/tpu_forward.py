@@ -24,7 +24,6 @@ from cem_jax.kernels.tpu_tiles import (
     lay_out_segments,
     product,
     query_bias,
-    span,
 )
 
 HEADS_TOGETHER = 2
@@ -48,10 +47,9 @@ def scratch(sizes: Sizes) -> dict:
         oT=((heads, rows, queries), f32),
     )
     if sizes.diagonal != "none":
-        outer = (heads,) if sizes.diagonal == "per_head" else ()
-        kept |= dict(
-            h=((positions, sizes.model), dtype), gT=((*outer, sizes.model, queries), dtype)
-        )
+        kept |= dict(h=((positions, sizes.model), dtype))
+    if sizes.diagonal == "per_head":
+        kept |= dict(gT=((heads, sizes.model, queries), dtype))
     if sizes.exact:
         kept |= dict(hT=((sizes.model, positions), dtype), aT=((sizes.model, queries), f32))
         kept |= dict(shares=((sizes.keys, queries), f32))
@@ -72,7 +70,7 @@ def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
     if sizes.exact:
         refs["aT"][...] = jnp.zeros_like(refs["aT"])
         for_each_tile(lambda tile: _average(tile, refs), i, sizes)
-        outputs["a"][...] = refs["aT"][...].T
+        outputs["a"][...] = refs["aT"][...]
 
 
 def _lay_out(inputs: dict, refs: dict, i, sizes: Sizes):
@@ -85,14 +83,13 @@ def _lay_out(inputs: dict, refs: dict, i, sizes: Sizes):
                 refs[name][...] = jnp.zeros_like(refs[name])
 
     lay_out_heads(inputs["q"], sizes, rows=(refs["qT"], 0))
-    keys = inputs["k"]
-    lay_out_heads(keys, sizes, columns=(refs["k"], start))
-    lay_out_heads(inputs["v"] if sizes.values else keys, sizes, rows=(refs["vT"], start))
-    lay_out_diagonal(inputs.get("g"), refs.get("gT"), sizes)
-    if sizes.diagonal != "none":
-        refs["h"][span(start, sizes.queries), :] = inputs["h"][...]
-    if sizes.exact:
-        refs["hT"][:, span(start, sizes.queries)] = inputs["h"][...].T
+    if sizes.values:
+        lay_out_heads(inputs["k"], sizes, columns=(refs["k"], start))
+        lay_out_heads(inputs["v"], sizes, rows=(refs["vT"], start))
+    else:
+        both = dict(columns=(refs["k"], start), rows=(refs["vT"], start))
+        lay_out_heads(inputs["k"], sizes, **both)
+    lay_out_diagonal(inputs, refs, start, sizes)
     if sizes.segments:
         lay_out_segments(refs["segments"], refs["segment_columns"], start, sizes)
 
@@ -125,7 +122,7 @@ def _finish(outputs: dict, refs: dict, sizes: Sizes):
             lse_1I = lse_1I - query_bias(refs["slopes"], head, sizes)
         outputs["lse"][head : head + 1, :] = lse_1I
         o_RI = refs["oT"][head, : sizes.width] / total_1I
-        outputs["o"][:, head_slice(head, sizes.width)] = o_RI.T
+        outputs["o"][head_slice(head, sizes.width), :] = o_RI
 
 
 def _average(tile: Tile, refs: dict):

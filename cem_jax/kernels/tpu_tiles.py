@@ -8,7 +8,7 @@ Shapes: J positions · K heads · R head dim, S the same in whole tiles · D mod
 I, N positions of a query and a key block · L 128 lanes.
 Scratch, laid out once a block and kept while its batch element lasts:
 
-    k, v [K, J, S]  kT, vT [K, S, J]  h [J, D]  hT [D, J]  qT [K, S, I]  gT [D, I] or [K, D, I]
+    k, v [K, J, S]  kT, vT [K, S, J]  h [J, D]  hT [D, J]  qT, doT [K, S, I]  gT [D, I], [K, D, I]
 
 A block of queries sees no later key, so keys are laid out as their block comes by.
 """
@@ -54,27 +54,33 @@ def for_each_head(visit, sizes: Sizes, together: int):
     lax.fori_loop(0, sizes.heads // step, some, 0)
 
 
-def lay_out_heads(block_ID, sizes: Sizes, *, rows=None, columns=None):
-    """Each head's slice of a flat block: into `rows` [K, S, ·] transposed, `columns` as it is.
+def lay_out_heads(block_DI, sizes: Sizes, *, rows=None, columns=None):
+    """Each head's rows of a block: into `rows` [K, S, ·], and transposed into `columns` [K, ·, S].
 
     Both are (ref, start of the block's positions in it).
     """
     for head in range(sizes.heads):
-        slice_IR = block_ID[:, head_slice(head, sizes.width)]
-        if columns is not None:
-            ref, start = columns
-            ref[head, span(start, slice_IR.shape[0]), : sizes.width] = slice_IR
+        head_RI = block_DI[head_slice(head, sizes.width), :]
         if rows is not None:
             ref, start = rows
-            ref[head, : sizes.width, span(start, slice_IR.shape[0])] = slice_IR.T
+            ref[head, : sizes.width, span(start, sizes.queries)] = head_RI
+        if columns is not None:
+            ref, start = columns
+            ref[head, span(start, sizes.queries), : sizes.width] = head_RI.T
 
 
-def lay_out_diagonal(g_ref, gT_ref, sizes: Sizes):
+def lay_out_diagonal(inputs: dict, refs: dict, start, sizes: Sizes):
+    """g and h; `refs` gains gT."""
+    if sizes.diagonal == "none":
+        return
+    refs["h"][span(start, sizes.queries), :] = inputs["h"][...].T
+    if "hT" in refs:
+        refs["hT"][:, span(start, sizes.queries)] = inputs["h"][...]
     if sizes.diagonal == "shared":
-        gT_ref[...] = g_ref[...].T
-    elif sizes.diagonal == "per_head":
-        for head in range(sizes.heads):
-            gT_ref[head] = g_ref[:, head_slice(head, sizes.model)].T
+        refs["gT"] = inputs["g"]
+        return
+    for head in range(sizes.heads):
+        refs["gT"][head] = inputs["g"][head_slice(head, sizes.model), :]
 
 
 def lay_out_segments(segments_ref, columns_ref, start, sizes: Sizes):
