@@ -55,7 +55,7 @@ class AttentionConfig:
     preconditioner_init: PreconditionerInit
     preconditioner_heads: Literal["per_head", "shared"]
     update: Update
-    implementation: Literal["auto", "dense", "blockwise"]
+    implementation: Literal["auto", "dense", "blockwise", "pallas"]
     block_sizes: tuple[Count, Count] | None
     remat_steps: bool
 

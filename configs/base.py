@@ -48,7 +48,7 @@ def get_config() -> ml_collections.ConfigDict:
     a.preconditioner_init = "paper"  # diagonal softplus(1) = 1.3133 | identity: 1
     a.preconditioner_heads = "per_head"  # per_head | shared: one P for all heads
     a.update = "autodiff"  # jax.grad of the energy | closed_form
-    a.implementation = "auto"  # auto | dense | blockwise
+    a.implementation = "auto"  # auto: fused on TPU and GPU | dense | blockwise | pallas: fused
     a.block_sizes = config_dict.placeholder(tuple)  # (query block, key block); None: chosen
     a.remat_steps = False  # recompute each of the T steps in the backward pass
 

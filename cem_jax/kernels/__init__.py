@@ -18,12 +18,18 @@ from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array, Float, Int
 
 from cem_jax.kernels import attention, dense
-from cem_jax.kernels.attention import IMPLEMENTATIONS, Unavailable
+from cem_jax.kernels.attention import (
+    FUSED_PLATFORMS,
+    IMPLEMENTATIONS,
+    Unavailable,
+    target_platform,
+)
 from cem_jax.kernels.cached import attend_cached
 from cem_jax.kernels.inputs import Inputs, Plan, number, validated
 from cem_jax.kernels.linear import project, readout
 
 __all__ = [
+    "FUSED_PLATFORMS",
     "IMPLEMENTATIONS",
     "Unavailable",
     "attend",
@@ -31,6 +37,7 @@ __all__ = [
     "log_partition",
     "project",
     "readout",
+    "target_platform",
     "total_log_partition",
 ]
 

@@ -22,7 +22,7 @@ from cem_jax.kernels.partition import backward_over_mesh, forward_over_mesh, sha
 
 # "pallas" is the fused kernel of the platform that the program is compiled for
 IMPLEMENTATIONS = ("auto", "dense", "blockwise", "pallas")
-FUSED = {"tpu": "tpu", "cuda": "gpu"}  # platform: module
+FUSED_PLATFORMS = {"tpu": "tpu", "cuda": "gpu"}  # platform: module
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
         return _fused("tpu", direction, plan)
     target = target_platform()
     branches = {}
-    for platform, name in FUSED.items():
+    for platform, name in FUSED_PLATFORMS.items():
         if platform == "cuda" != target:
             continue  # Triton's lowering asks for the GPU it is meant for
         reason = _obstacle(name, inputs, plan)
@@ -105,13 +105,13 @@ def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
             branches[platform] = _fused(name, direction, plan)
         elif platform == target:
             if demanded:
-                raise Unavailable(f"implementation='pallas': {reason}")
+                raise Unavailable(f"'pallas' cannot run: {reason}")
             _say_once(f"attention runs blockwise instead of fused: {reason}")
     if not demanded:
         return partial(_by_platform, branches, plain)
-    if target not in FUSED:
+    if target not in FUSED_PLATFORMS:
         raise Unavailable(
-            f"implementation='pallas' needs a TPU or a GPU, and this program is for {target}; "
+            f"'pallas' needs a TPU or a GPU, and this program is for {target}; "
             "'auto' takes what each platform has"
         )
     return branches[target]

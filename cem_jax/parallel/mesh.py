@@ -10,7 +10,8 @@ Mesh axes:
     context    positions are split
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import jax
@@ -76,6 +77,17 @@ def _resolve(sizes: Mapping[str, int], count: int) -> tuple[int, ...]:
     return tuple(
         count // product if axis in open_axes else sizes.get(axis, 1) for axis in MESH_AXES
     )
+
+
+def in_mesh(mesh: Mesh, function: Callable) -> Callable:
+    """`function`, called with `mesh` in use: what it traces may ask which axes there are."""
+
+    @wraps(function)
+    def call(*args):
+        with jax.set_mesh(mesh):
+            return function(*args)
+
+    return call
 
 
 def spec_for(axes: Axes) -> PartitionSpec:

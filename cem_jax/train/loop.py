@@ -17,6 +17,7 @@ import jax
 
 from cem_jax.config import Config, load_config
 from cem_jax.errors import RunFailed, UserError
+from cem_jax.parallel.mesh import in_mesh
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.flops import mfu, training_flops_per_token
 from cem_jax.train.metrics import MetricsWriter
@@ -98,10 +99,13 @@ class _Loop:
         self.last_save = time.monotonic()
         shards = setup.mesh.shape["data"] * setup.mesh.shape["fsdp"]
         step = make_train_step(config, self.total, shards)
-        self.step = jax.jit(
-            step,
-            donate_argnums=0,
-            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, setup.state), None),
+        self.step = in_mesh(
+            setup.mesh,
+            jax.jit(
+                step,
+                donate_argnums=0,
+                out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, setup.state), None),
+            ),
         )
 
     def announce(self, start: int) -> None:

@@ -1,7 +1,7 @@
 """An existing run directory, read by the commands that use what was trained."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cem_jax.config import Config
@@ -11,6 +11,15 @@ from cem_jax.model import pure
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.rundir import read_config
 from cem_jax.train.runtime import configure_jax
+
+
+def _anywhere(config: Config) -> Config:
+    """A run that demanded its accelerator's fused attention is evaluated on any machine."""
+    attention = config.model.attention
+    if attention.implementation != "pallas":
+        return config
+    attention = replace(attention, implementation="auto", block_sizes=None)
+    return replace(config, model=replace(config.model, attention=attention))
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class Run:
                 f"{path} holds no run: it has no config.json, only {shown or 'nothing at all'}"
             )
         configure_jax(config)
-        return cls(path, config)
+        return cls(path, _anywhere(config))
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer the run was trained with.

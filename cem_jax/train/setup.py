@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from cem_jax.config import Config
@@ -10,15 +11,18 @@ from cem_jax.data.loader import TrainLoader
 from cem_jax.data.mixture import Mixture, open_mixture, single
 from cem_jax.data.store import check_token_ids, open_dataset
 from cem_jax.errors import UserError
+from cem_jax.kernels import Unavailable
 from cem_jax.model import pure
 from cem_jax.parallel.mesh import (
     batch_sharding,
+    in_mesh,
     make_mesh,
     optimizer_shardings,
     replicated,
     shardings,
     validate,
 )
+from cem_jax.train.loss import sum_of_losses
 from cem_jax.train.runtime import configure_jax
 from cem_jax.train.step import TrainState, initial_state
 from cem_jax.train.validation import Evaluator
@@ -44,6 +48,7 @@ def prepare_run(config: Config) -> Setup:
         {axis: getattr(config.mesh, axis) for axis in ("data", "fsdp", "tensor", "context")}
     )
     _check_layout(config, mesh)
+    _check_kernels(config, mesh)
     loader = TrainLoader(
         mixture,
         context=config.data.context,
@@ -104,7 +109,8 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
 def fresh_state(setup: Setup) -> TrainState:
     """Step 0, each device making its own part."""
     out = jax.tree.map(lambda leaf: leaf.sharding, setup.state)
-    # Drawn once: on CPU, LLVM's optimiser would take seconds for what then runs in milliseconds.
+    # Drawn once: on CPU, LLVM's optimiser would take seconds for what then runs in milliseconds;
+    # and its vectors round otherwise than what is left of a loop, so that bits would follow the mesh.
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     make = jax.jit(lambda: initial_state(setup.config), out_shardings=out, compiler_options=quick)
     return make()
@@ -129,3 +135,19 @@ def _check_layout(config: Config, mesh: Mesh) -> None:
         context=config.data.context,
         microbatch=config.train.microbatch,
     )
+
+
+def _check_kernels(config: Config, mesh: Mesh) -> None:
+    """Traces the model where a fused kernel is demanded, which says whether there is one."""
+    if config.model.attention.implementation != "pallas":
+        return
+    rows = config.train.microbatch or config.train.global_batch
+    tokens = jax.ShapeDtypeStruct((rows, config.data.context + 1), jnp.int32)
+    dtype = jnp.dtype(config.train.compute_dtype)
+    loss = lambda parameters, tokens: sum_of_losses(
+        pure.bind(config.model, parameters), tokens, dtype=dtype
+    )
+    try:
+        in_mesh(mesh, jax.eval_shape)(loss, pure.abstract_parameters(config.model), tokens)
+    except Unavailable as reason:
+        raise UserError(f"model.attention.implementation: {reason}") from None

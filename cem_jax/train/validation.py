@@ -18,7 +18,7 @@ from cem_jax.data.mixture import Mixture, single
 from cem_jax.data.store import Dataset
 from cem_jax.errors import UserError
 from cem_jax.model import pure
-from cem_jax.parallel.mesh import batch_sharding
+from cem_jax.parallel.mesh import batch_sharding, in_mesh
 from cem_jax.train.loss import sum_of_losses
 
 _AHEAD = 2  # batches handed to the device before the first one's result is read
@@ -75,7 +75,7 @@ class Evaluator:
             )
             return losses.nats, losses.weight
 
-        self._sums = jax.jit(sums)
+        self._sums = jax.jit(sums) if mesh is None else in_mesh(mesh, jax.jit(sums))
 
     @property
     def batches(self) -> int:

@@ -175,7 +175,12 @@ def make_case(
     """`model` with a vocabulary just larger than the sequence, and random parameters."""
     rng = np.random.default_rng((seed, 3))
     vocab_size = positions + 3
-    attention = replace(model.attention, block_sizes=_BLOCK_SIZES)
+    demanded = model.attention.implementation
+    attention = replace(
+        model.attention,
+        block_sizes=_BLOCK_SIZES,
+        implementation="auto" if demanded == "pallas" else demanded,  # float64 is never fused
+    )
     model = replace(model, vocab_size=vocab_size, attention=attention)
     segments_J = np.arange(positions) // max(1, positions // 2) if document_mask else None
     tokens_J = rng.permutation(vocab_size)[:positions].astype(np.int32)

@@ -19,7 +19,7 @@ from cem_jax.energy import (
     preconditioner_matrix,
 )
 from cem_jax.energy.interaction import diagonal_coordinates, energy_of_query, heads_apart
-from cem_jax.kernels import IMPLEMENTATIONS
+from cem_jax.kernels import FUSED_PLATFORMS, target_platform
 from cem_jax.verify import plain
 from cem_jax.verify.case import Case, sublayer
 from cem_jax.verify.rows import (
@@ -51,8 +51,9 @@ _KINK_STEP, _KINK_TOLERANCE = 1e-6, 1e-6
 
 
 def implementations() -> tuple[str, ...]:
-    """Every attention implementation by its own name."""
-    return tuple(name for name in IMPLEMENTATIONS if name != "auto")
+    """The attention implementations of this machine; "auto" where that is a fused kernel."""
+    fused = ("auto",) if target_platform() in FUSED_PLATFORMS else ()
+    return ("dense", "blockwise", *fused)
 
 
 def attention_rows(case: Case) -> Iterator[Row]:
@@ -171,7 +172,8 @@ def _attention_results(c: ModelConfig, p, u, h, segments_J) -> dict[str, jax.Arr
     found = {}
     for name in implementations():
         for update in _UPDATES:
-            attention = replace(c.attention, implementation=name, update=update)
+            blocks = None if name == "auto" else c.attention.block_sizes
+            attention = replace(c.attention, implementation=name, update=update, block_sizes=blocks)
             layer, frame = attention_frame(replace(c, attention=attention), p, h, segments_J)
             found[f"{update} {name}"] = layer.force(u, frame)
         found[f"energy {name}"] = layer.energy_at(u, frame)

@@ -180,28 +180,21 @@ def test_a_mesh_of_eight_devices():
     """)
 
 
-def test_initial_parameters_do_not_depend_on_the_mesh():
+def test_the_initial_state_does_not_depend_on_the_mesh():
+    """Every bit of it, and each device holds its part alone."""
     on_eight_devices("""
         import hashlib
+        from types import SimpleNamespace
         import numpy as np
-        from cem_jax.parallel.mesh import make_mesh, shardings
+        from cem_jax.config import load_config
+        from cem_jax.parallel.mesh import make_mesh
+        from cem_jax.train.setup import abstract_state, fresh_state
 
-        axes = {
-            "embedding": ("vocab", "embed"),
-            "query": ("layers", "heads", "head_dim", "embed"),
-            "tied": ("layers", "mlp", "embed"),
-            "norm": ("layers", "embed"),
-        }
-        shapes = {"embedding": (64, 32), "query": (3, 8, 5, 32), "tied": (3, 40, 32)}
-
-        def init(key):
-            keys = jax.random.split(key, len(shapes))
-            params = {
-                name: 0.02 * jax.random.normal(k, shape)
-                for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-            }
-            return params | {"norm": jax.numpy.ones((3, 32))}
-
+        sizes = {"vocab_size": 64, "dim": 32, "layers": 2, "attention.heads": 8, "mlp.dim": 40}
+        config = load_config(
+            "configs/base.py", {f"model.{name}": size for name, size in sizes.items()}
+            | {"train.steps": 10},
+        )
         found = set()
         for sizes in (
             {"data": 1}, {"data": 8}, {"fsdp": 8}, {"tensor": 8}, {"tensor": 2, "fsdp": 4},
@@ -209,14 +202,16 @@ def test_initial_parameters_do_not_depend_on_the_mesh():
         ):
             count = np.prod(list(sizes.values()))
             mesh = make_mesh(sizes, jax.devices()[:count])
-            wanted = shardings(mesh, axes)
-            params = jax.jit(init, out_shardings=wanted)(jax.random.key(0))
-            for name, array in params.items():
-                assert array.sharding == wanted[name], name
-                split = np.prod([mesh.shape[a] for a in wanted[name].spec if a is not None])
-                shard = array.addressable_shards[0].data
-                assert shard.size * split == array.size, name
-            content = b"".join(np.asarray(params[name]).tobytes() for name in sorted(params))
-            found.add(hashlib.sha256(content).hexdigest())
+            wanted = abstract_state(config, mesh)
+            state = fresh_state(SimpleNamespace(config=config, state=wanted))
+            content = hashlib.sha256()
+            pairs = zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True)
+            for array, shape in pairs:
+                assert array.sharding == shape.sharding
+                names = jax.tree.leaves(tuple(shape.sharding.spec))
+                split = np.prod([mesh.shape[name] for name in names])
+                assert array.addressable_shards[0].data.size * split == array.size
+                content.update(np.asarray(array).tobytes())
+            found.add(content.hexdigest())
         assert len(found) == 1, found
     """)

@@ -117,6 +117,7 @@ def test_another_dataset_is_refused(whole, tmp_path):
         ({"eval__split": "test"}, "test"),
         ({"train__steps": None}, "train.steps"),
         ({"mesh__data": 3}, "mesh"),
+        ({"model__attention__implementation": "pallas"}, "needs a TPU or a GPU"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_written(changes, message, dataset, tmp_path):

@@ -25,6 +25,12 @@ def workdir(tmp_path, tokenizer):
     return write_run(tmp_path / "run", config, tokenizer, steps)
 
 
+def test_a_run_that_demanded_its_accelerators_kernel_opens_anywhere(tmp_path, tokenizer):
+    demanded = tiny_config(model__attention__implementation="pallas")
+    run = Run.open(write_run(tmp_path / "run", demanded, tokenizer, {}))
+    assert run.config == tiny_config(model__attention__implementation="auto")
+
+
 def files_of(folder):
     return sorted(path for path in folder.rglob("*"))
 
