@@ -110,7 +110,7 @@ def fresh_state(setup: Setup) -> TrainState:
     """Step 0, each device making its own part."""
     out = jax.tree.map(lambda leaf: leaf.sharding, setup.state)
     # Drawn once: on CPU, LLVM's optimiser would take seconds for what then runs in milliseconds;
-    # and its vectors round otherwise than what is left of a loop, so that bits would follow the mesh.
+    # and its vectors round otherwise than what is left of a loop: the bits would follow the mesh.
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     make = jax.jit(lambda: initial_state(setup.config), out_shardings=out, compiler_options=quick)
     return make()
