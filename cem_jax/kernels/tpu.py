@@ -42,7 +42,7 @@ def backward(inputs: Inputs, plan: Plan, lse, o, a, cotangents) -> Inputs:
         if f"d{name}" not in found:
             return None
         d = found[f"d{name}"]
-        d = d.sum((0, 2)) if name in SCALARS else positions_first(d, x.shape)
+        d = d.sum((0, 2, 3)) if name in SCALARS else positions_first(d, x.shape)
         return d.astype(x.dtype)
 
     return Inputs(**{name: gradient(name, x) for name, x in inputs._asdict().items()})

@@ -94,10 +94,7 @@ def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
 
 
 def _start(refs: dict, sizes: Sizes):
-    names = ["dkT", "dvT", "dhT", "dslopes", "dself_bias"]
-    if sizes.rows > sizes.width:  # what pads the head dim is never written again
-        names += ["k", "v", "kT", "qT", "doT"]
-    for name in names:
+    for name in ("dkT", "dvT", "dhT", "dslopes", "dself_bias"):
         if name in refs:
             refs[name][...] = jnp.zeros_like(refs[name])
 
@@ -212,13 +209,12 @@ def _add_head_gradients(tile: Tile, refs: dict, head, ds_NI, p_NI):
 def _add_bias_gradients(tile: Tile, refs: dict, head, ds_NI):
     """dm = −Σ (i − j) dS and dβ = Σ_i dS_ii, a sum for each lane."""
     sizes, lanes = tile.sizes, tile.lanes
-    row = pl.ds(head, 1)
     if sizes.slopes:
         distance_NI = tile.distance().astype(jnp.float32)
-        refs["dslopes"][row, lanes] -= (ds_NI * distance_NI).sum(0, keepdims=True)
+        refs["dslopes"][head, :, lanes] -= (ds_NI * distance_NI).sum(0, keepdims=True)
     if sizes.self_bias and tile.crossing:
         own_NI = jnp.where(tile.distance() == 0, ds_NI, 0.0)
-        refs["dself_bias"][row, lanes] += own_NI.sum(0, keepdims=True)
+        refs["dself_bias"][head, :, lanes] += own_NI.sum(0, keepdims=True)
 
 
 def _finish_queries(outputs: dict, refs: dict, sizes: Sizes):

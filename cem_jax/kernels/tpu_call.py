@@ -32,7 +32,7 @@ def shape_of(name: str, sizes: Sizes):
     if name in SCALARS:
         return (sizes.heads,), f32
     if name.removeprefix("d") in SCALARS:
-        return (sizes.heads, sizes.queries), f32
+        return (sizes.heads, 1, sizes.queries), f32
     if name == "segments":
         return (1, sizes.positions), jnp.dtype(jnp.int32)
     if name in ROWS:
@@ -94,13 +94,15 @@ def positions_first(x, shape: tuple):
     return jnp.swapaxes(x, 1, 2)[:, : shape[1]].reshape(shape)
 
 
-def _block(name: str, sizes: Sizes) -> tuple[int, int]:
-    rows, columns = shape_of(name, sizes)[0]
-    return (rows, columns if name in KEPT else sizes.queries)
+def _block(name: str, sizes: Sizes) -> tuple[int, ...]:
+    *rows, columns = shape_of(name, sizes)[0]
+    return (*rows, columns if name in KEPT else sizes.queries)
 
 
 def _spec(name: str, sizes: Sizes):
     if name in SCALARS:
         return pl.BlockSpec(memory_space=pltpu.SMEM)
-    index = (lambda b, i: (b, 0, 0)) if name in KEPT else (lambda b, i: (b, 0, i))
-    return pl.BlockSpec((None, *_block(name, sizes)), index)
+    block = _block(name, sizes)
+    first = (0,) * (len(block) - 1)
+    last = lambda i: 0 if name in KEPT else i
+    return pl.BlockSpec((None, *block), lambda b, i: (b, *first, last(i)))

@@ -75,13 +75,6 @@ def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
 
 def _lay_out(inputs: dict, refs: dict, i, sizes: Sizes):
     start = i * sizes.queries
-
-    @pl.when(i == 0)
-    def _():
-        if sizes.rows > sizes.width:  # what pads the head dim is never written again
-            for name in ("k", "vT", "qT"):
-                refs[name][...] = jnp.zeros_like(refs[name])
-
     lay_out_heads(inputs["q"], sizes, rows=(refs["qT"], 0))
     if sizes.values:
         lay_out_heads(inputs["k"], sizes, columns=(refs["k"], start))

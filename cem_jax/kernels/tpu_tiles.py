@@ -57,16 +57,19 @@ def for_each_head(visit, sizes: Sizes, together: int):
 def lay_out_heads(block_DI, sizes: Sizes, *, rows=None, columns=None):
     """Each head's rows of a block: into `rows` [K, S, ·], and transposed into `columns` [K, ·, S].
 
-    Both are (ref, start of the block's positions in it).
+    Both are (ref, start of the block's positions in it). Zeros pad the head dim.
     """
+    padding = jnp.zeros((sizes.rows - sizes.width, sizes.queries), sizes.dtype)
     for head in range(sizes.heads):
-        head_RI = block_DI[head_slice(head, sizes.width), :]
+        head_SI = block_DI[head_slice(head, sizes.width), :]
+        if sizes.rows > sizes.width:
+            head_SI = jnp.concatenate([head_SI, padding], axis=0)
         if rows is not None:
             ref, start = rows
-            ref[head, : sizes.width, span(start, sizes.queries)] = head_RI
+            ref[head, :, span(start, sizes.queries)] = head_SI
         if columns is not None:
             ref, start = columns
-            ref[head, span(start, sizes.queries), : sizes.width] = head_RI.T
+            ref[head, span(start, sizes.queries), :] = head_SI.T
 
 
 def lay_out_diagonal(inputs: dict, refs: dict, start, sizes: Sizes):

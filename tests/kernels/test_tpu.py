@@ -1,0 +1,199 @@
+"""The TPU kernels in Pallas' interpreter beside `dense`, and lowered for the platform."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import compiled_quickly
+from gpu_cases import cotangents, draw, plain, relative, score_gradient_sizes
+from jax.experimental.pallas import tpu as pltpu
+
+from cem_jax.kernels import tpu
+from cem_jax.kernels.inputs import Inputs, Plan
+
+TAU = 6.0
+SHARED = dict(diagonal="shared")
+PER_HEAD = dict(diagonal="per_head")
+# Every width, number of positions, diagonal, bias, mask and context at least once; one block and
+# several, chosen and given, of queries as long as those of keys and longer.
+CASES = {
+    "J1": (1, dict(width=56, **SHARED), "none", None),
+    "J5": (5, dict(width=84, batch=2, segments=True, **SHARED), "none", None),
+    "J5-exact": (5, dict(width=28, segments=True, **PER_HEAD), "summed", None),
+    "J127": (127, dict(width=72, self_bias=False), "none", None),
+    "J128-plain": (128, dict(width=3, heads=1, slopes=False, self_bias=False), "none", None),
+    "J129": (129, dict(width=84, segments=True), "none", (128, 128)),
+    "J129-exact": (129, dict(width=84, values=True, **SHARED), "summed", (256, 128)),
+    "J200": (200, dict(width=28, heads=3, dim=200, batch=2, **SHARED), "none", (128, 128)),
+    "J200-per-head": (200, dict(width=64, values=True, **PER_HEAD), "none", (128, 128)),
+    "J256": (256, dict(width=72, values=True, segments=True), "none", (256, 128)),
+    "J300": (300, dict(width=16, slopes=False, **SHARED), "summed", (128, 128)),
+}
+
+
+def fused(plan: Plan):
+    """inputs, cotangents → ((lse, o, a), gradients) by the kernels."""
+
+    def both(inputs, bar):
+        outputs = tpu.forward(inputs, plan)
+        return outputs, tpu.backward(inputs, plan, *outputs, bar)
+
+    return both
+
+
+def run(inputs: Inputs, context="none", blocks=None, interpret=True):
+    plan = Plan(TAU, context, blocks, interpret)
+    assert tpu.obstacle(inputs, plan) is None
+    bar = cotangents(inputs, context)
+    return compiled_quickly(fused(plan), inputs, bar)(inputs, bar)
+
+
+def check(inputs: Inputs, context="none", blocks=None, tolerance=1e-5):
+    """Outputs and gradients of the kernels are those of `dense`."""
+    (outputs, gradients), bar = run(inputs, context, blocks), cotangents(inputs, context)
+    plan = Plan(TAU, context)
+    expected, expected_gradients = compiled_quickly(plain(plan), inputs, bar)(inputs, bar)
+    assert jax.tree.structure(outputs) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
+        assert x.shape == y.shape and relative(x, y) <= tolerance
+    assert jax.tree.structure(gradients) == jax.tree.structure(expected_gradients)
+    for name in ("q", "k", "v", "g", "h"):
+        x, y = getattr(gradients, name), getattr(expected_gradients, name)
+        assert x is None or (x.dtype == y.dtype and relative(x, y) <= tolerance), name
+    sizes = jax.jit(lambda t, bar: score_gradient_sizes(t, plan, bar))(inputs, bar)
+    for name, size in zip(("self_bias", "slopes"), sizes, strict=True):
+        x, y = getattr(gradients, name), getattr(expected_gradients, name)
+        if x is not None:
+            assert (np.abs(x - y) <= tolerance * np.asarray(size)).all(), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_and_its_gradients_are_those_of_dense(name):
+    positions, what, context, blocks = CASES[name]
+    check(draw(positions, **what), context, blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", (1, 5, 127, 128, 129, 200, 256))
+@pytest.mark.parametrize("width", (28, 56, 64, 72, 84))
+@pytest.mark.parametrize(
+    ("diagonal", "context"),
+    [("none", "none"), ("shared", "none"), ("per_head", "none"), ("shared", "summed")],
+)
+def test_every_width_and_number_of_positions(positions, width, diagonal, context):
+    for segments, values in product((False, True), repeat=2):
+        inputs = draw(positions, width=width, diagonal=diagonal, segments=segments, values=values)
+        check(inputs, context, blocks=(128, 128))
+
+
+@pytest.mark.parametrize("context", ["none", "summed"])
+def test_unwritten_memory_and_races(context):
+    """Scratch holds NaN before it is written; each run is watched for races, and runs agree."""
+    inputs = draw(140, heads=2, width=12, dim=24, segments=True, **SHARED)
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    watched = run(inputs, context, (128, 128), params)
+    plainly = run(inputs, context, (128, 128), True)
+    for x, y in zip(jax.tree.leaves(watched), jax.tree.leaves(plainly), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_five_runs_agree_to_the_bit():
+    inputs = draw(200, heads=2, width=12, dim=24, **SHARED)
+    plan = Plan(TAU, "none", (128, 128), True)
+    bar = cotangents(inputs, "none")
+    both = compiled_quickly(fused(plan), inputs, bar)
+    first, *rest = (jax.tree.leaves(both(inputs, bar)) for _ in range(5))
+    for other in rest:
+        for x, y in zip(first, other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_what_stands_in_later_positions_does_not_matter():
+    """Huge keys and queries after a position leave what comes before to the bit as it was."""
+    inputs = draw(200, heads=2, width=12, dim=24, **SHARED)
+    spoilt = inputs._replace(
+        **{n: getattr(inputs, n).at[:, 150:].set(1e9) for n in ("q", "k", "g", "h")}
+    )
+    plan = Plan(TAU, "none", (128, 128), True)
+    forward = compiled_quickly(lambda t: tpu.forward(t, plan), inputs)
+    (lse, o, _), (spoilt_lse, spoilt_o, _) = forward(inputs), forward(spoilt)
+    np.testing.assert_array_equal(spoilt_lse[..., :150], lse[..., :150])
+    np.testing.assert_array_equal(spoilt_o[:, :150], o[:, :150])
+
+
+@pytest.mark.parametrize("what", [SHARED, dict(values=True), PER_HEAD])
+def test_bfloat16_errs_no_more_than_xla(what):
+    inputs = draw(200, dtype=jnp.bfloat16, batch=2, width=56, dim=112, **what)
+    wide = Inputs(*(x if x is None else x.astype(jnp.float32) for x in inputs))
+    bar = cotangents(inputs, "none")
+    exact = compiled_quickly(plain(Plan(TAU)), wide, bar)(wide, bar)
+    found = run(inputs, "none", (128, 128))
+    # a softmax rounded to bfloat16 by XLA too
+    xla = compiled_quickly(plain(Plan(TAU)), inputs, bar)(inputs, bar)
+    assert relative(found[0][0], exact[0][0]) <= 1e-5
+    assert relative(found[0][1], exact[0][1]) <= 1.5 * relative(xla[0][1], exact[0][1])
+    for name in ("q", "k", "v", "g", "h"):
+        x, y, z = (getattr(part[1], name) for part in (found, xla, exact))
+        if x is not None:
+            assert x.dtype == jnp.bfloat16
+            assert relative(x, z) <= 1.5 * relative(y, z), name
+
+
+def test_float16_comes_back_as_float16():
+    inputs = draw(130, dtype=jnp.float16, heads=1, width=12, dim=24, **SHARED)
+    (_, o, _), gradients = run(inputs, "none", (128, 128))
+    assert o.dtype == jnp.float32
+    assert {gradients.q.dtype, gradients.h.dtype} == {jnp.dtype(jnp.float16)}
+
+
+# Lowering and refusals.
+
+KINDS = ("TPU v5 lite", "TPU v6 lite", "TPU v5p", "TPU7x")
+
+
+def on_device(kind: str):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def shapes(positions, *, heads, width, dtype=jnp.bfloat16, batch=2, diagonal="shared") -> Inputs:
+    of = lambda *shape, t=dtype: jax.ShapeDtypeStruct((batch, positions, *shape), t)
+    dim = heads * width
+    g = {"none": None, "shared": of(dim), "per_head": of(heads, dim)}[diagonal]
+    scalars = jax.ShapeDtypeStruct((heads,), jnp.float32)
+    h = None if g is None else of(dim)
+    each = of(heads, width)
+    return Inputs(each, each, None, g, h, scalars, scalars, of(t=jnp.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "width", "dtype"), [(12, 56, "bfloat16"), (8, 84, "float32")])
+def test_lowers_for_tpus(kind, heads, width, dtype):
+    inputs = shapes(700, heads=heads, width=width, dtype=jnp.dtype(dtype))
+    f32 = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    bar = (jax.ShapeDtypeStruct((2, heads, 700), jnp.float32), f32(inputs.q), f32(inputs.h))
+    with on_device(kind):
+        plan = Plan(TAU, "summed")
+        assert tpu.obstacle(inputs, plan) is None
+        traced = jax.jit(fused(plan)).trace(inputs, bar)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 2
+
+
+def test_refusals():
+    inputs = shapes(2048, heads=12, width=56)
+    for kind in KINDS[:3]:
+        with on_device(kind):
+            assert tpu.obstacle(inputs, Plan(TAU)) is None
+            assert "MiB of VMEM" in tpu.obstacle(shapes(65536, heads=12, width=56), Plan(TAU))
+    with on_device("TPU v4"):
+        assert "the device has 16" in tpu.obstacle(inputs, Plan(TAU))
+    assert "for all heads together" in tpu.obstacle(inputs, Plan(TAU, "per_head"))
+    assert "128" in tpu.obstacle(inputs, Plan(TAU, blocks=(64, 64)))
+    assert "128" in tpu.obstacle(inputs, Plan(TAU, blocks=(128, 256)))
+    wide = Inputs(
+        *(None if x is None else jax.ShapeDtypeStruct(x.shape, "float64") for x in inputs)
+    )
+    assert "float64" in tpu.obstacle(wide, Plan(TAU))
