@@ -26,7 +26,7 @@ from cem_jax.kernels.attention import (
 )
 from cem_jax.kernels.cached import attend_cached
 from cem_jax.kernels.inputs import Inputs, Plan, number, validated
-from cem_jax.kernels.linear import project, readout
+from cem_jax.kernels.linear import project, readout, weight_gradient
 
 __all__ = [
     "FUSED_PLATFORMS",
@@ -39,6 +39,7 @@ __all__ = [
     "readout",
     "target_platform",
     "total_log_partition",
+    "weight_gradient",
 ]
 
 

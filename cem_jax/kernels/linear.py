@@ -30,14 +30,18 @@ def _out_of(y, weight):
     return jnp.einsum("...f,fd->...d", y, weight)
 
 
-def _weight_gradient(x, y):
-    """Σ_n y_nf x_nd, [F, D], of a pair that `weight` joins.
+def weight_gradient(
+    x: Float[Array, "*N D"], y: Float[Array, "*N F"], dtype=None
+) -> Float[Array, "F D"]:
+    """Σ_n y_nf x_nd: the gradient of a weight between x and y. In `dtype`, that of `x` if None.
 
     Left to XLA on CPU, the wide operand, y, is copied in the other order, together with a second
     run of what it was made by: half of an MLP's time. So the narrow one is, and the small result.
     """
     leading = tuple(range(x.ndim - 1))
-    product = lambda a, b: lax.dot_general(a, b, ((leading, leading), ((), ())))
+    product = lambda a, b: lax.dot_general(
+        a, b, ((leading, leading), ((), ())), preferred_element_type=dtype
+    )
     return lax.platform_dependent(
         x,
         y,
@@ -58,9 +62,9 @@ def _readout(y, weight):
 
 _project.defvjp(
     lambda x, weight: (_project(x, weight), (x, weight)),
-    lambda kept, bar: (_readout(bar, kept[1]), _weight_gradient(kept[0], bar)),
+    lambda kept, bar: (_readout(bar, kept[1]), weight_gradient(kept[0], bar)),
 )
 _readout.defvjp(
     lambda y, weight: (_readout(y, weight), (y, weight)),
-    lambda kept, bar: (_project(bar, kept[1]), _weight_gradient(bar, kept[0])),
+    lambda kept, bar: (_project(bar, kept[1]), weight_gradient(bar, kept[0])),
 )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels import readout
+from cem_jax.kernels import readout, target_platform, weight_gradient
 from cem_jax.model import Transformer
 
 # Elements of a chunk's logits on one device. 64 MiB in float32 keep an accelerator busy; on CPU
@@ -77,7 +77,7 @@ def sum_of_losses(
 
 def _chunk_length(batch: int, positions: int, vocabulary: int, shards: int) -> int:
     """Positions of a chunk, the same for every chunk but for the last one's padding."""
-    limit = _CHUNK_LOGITS_CPU if jax.default_backend() == "cpu" else _CHUNK_LOGITS
+    limit = _CHUNK_LOGITS_CPU if target_platform() == "cpu" else _CHUNK_LOGITS
     rows = max(_CHUNK_ROWS, limit // vocabulary) * shards
     chunks = -(-positions // max(1, rows // batch))
     return -(-positions // chunks)
@@ -113,9 +113,7 @@ def _losses_and_gradients(static, x_BJD, head_VD, targets_BJ, weights_BJ):
         # Two products read it: left to itself, XLA on CPU computes it twice, within their loops.
         logits_bar_BCV = lax.optimization_barrier(logits_bar_BCV.astype(x_BCD.dtype))
         x_bar_BCD = readout(logits_bar_BCV, head_VD)
-        head_bar_VD += jnp.einsum(
-            "bcv,bcd->vd", logits_bar_BCV, x_BCD, preferred_element_type=head_bar_VD.dtype
-        )
+        head_bar_VD += weight_gradient(x_BCD, logits_bar_BCV, head_bar_VD.dtype)
         return (total + (nats_BC + z_BC).sum(), z + z_BC.sum(), head_bar_VD), x_bar_BCD
 
     zero = jnp.zeros((), weights_BJ.dtype)
