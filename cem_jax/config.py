@@ -93,7 +93,7 @@ class ModelConfig:
     init_std: Positive
     tie_embeddings: bool
     scan_layers: bool
-    remat: Literal["none", "dots", "full"]
+    remat: Literal["none", "dots", "attention", "full"]
     attention: AttentionConfig
     mlp: MLPConfig
 

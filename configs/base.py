@@ -24,8 +24,8 @@ def get_config() -> ml_collections.ConfigDict:
     m.init_std = 0.02  # every weight matrix and embedding ~ N(0, init_std²)
     m.tie_embeddings = False  # output head = embedding
     m.scan_layers = True  # one compiled block for all layers; False unrolls (6–8 % faster on CPU)
-    # Recompute in the backward pass: none | dots (keep matmuls) | full. XLA on CPU undoes it where
-    # layers are not scanned.
+    # Recompute in the backward pass: none | dots (keep matmuls and attention) | attention (keep its
+    # output alone) | full. XLA on CPU undoes it where layers are not scanned.
     m.remat = "none"
 
     m.attention = a = ml_collections.ConfigDict()
@@ -50,7 +50,7 @@ def get_config() -> ml_collections.ConfigDict:
     a.update = "autodiff"  # jax.grad of the energy | closed_form
     a.implementation = "auto"  # auto: fused on TPU and GPU | dense | blockwise | pallas: fused
     a.block_sizes = config_dict.placeholder(tuple)  # (query block, key block); None: chosen
-    a.remat_steps = False  # recompute each of the T steps in the backward pass
+    a.remat_steps = False  # recompute each of the T steps, but its attention, in the backward pass
 
     m.mlp = f = ml_collections.ConfigDict()
     f.kind = "cem"  # cem | gated

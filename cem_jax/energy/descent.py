@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from cem_jax.energy.norm import force_at_state, rms_norm
+from cem_jax.kernels import OUTPUT
 
 # Unrolled, what the backward pass needs of each step stays where it is instead of being copied into
 # one stacked array: on CPU a fifth of a T = 2 training step's time.
@@ -35,7 +36,8 @@ def descend(
 ) -> Float[Array, "*B D"]:
     """x after `steps` steps of the same force; `norm` None evaluates it at x itself.
 
-    `remat` recomputes each step in the backward pass and keeps only the states between steps.
+    `remat` recomputes each step in the backward pass: kept are the states between steps, and what
+    attention gave out.
     """
 
     def step(x, _):
@@ -45,5 +47,6 @@ def descend(
             moved = force_at_state(force(rms_norm(x, norm.weight, norm.eps)), x, *norm)
         return x + (step_size * moved).astype(x.dtype), None
 
-    body = jax.checkpoint(step) if remat else step
+    keep = jax.checkpoint_policies.save_only_these_names(OUTPUT)
+    body = jax.checkpoint(step, policy=keep) if remat else step
     return jax.lax.scan(body, x, length=steps, unroll=min(steps, _UNROLLED))[0]

@@ -21,6 +21,7 @@ from cem_jax.kernels import attention, dense
 from cem_jax.kernels.attention import (
     FUSED_PLATFORMS,
     IMPLEMENTATIONS,
+    OUTPUT,
     Unavailable,
     target_platform,
 )
@@ -31,6 +32,7 @@ from cem_jax.kernels.linear import project, readout, weight_gradient
 __all__ = [
     "FUSED_PLATFORMS",
     "IMPLEMENTATIONS",
+    "OUTPUT",
     "Unavailable",
     "attend",
     "attend_cached",

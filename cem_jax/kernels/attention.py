@@ -15,6 +15,7 @@ from importlib import import_module
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from cem_jax.kernels import blockwise, dense
 from cem_jax.kernels.inputs import Inputs, Plan
@@ -22,6 +23,8 @@ from cem_jax.kernels.partition import backward_over_mesh, forward_over_mesh, sha
 
 # "pallas" is the fused kernel of the platform that the program is compiled for
 IMPLEMENTATIONS = ("auto", "dense", "blockwise", "pallas")
+# for `jax.checkpoint` policies: what is dear to compute again and cheap to keep, lse, o and a
+OUTPUT = "attention"
 FUSED_PLATFORMS = {"tpu": "tpu", "cuda": "gpu"}  # platform: module
 
 _log = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ def _attend(implementation: str, plan: Plan, inputs: Inputs):
 
 def _keep(implementation: str, plan: Plan, inputs: Inputs):
     outputs = _attend(implementation, plan, inputs)  # so that this pass has a derivative too
+    outputs = jax.tree.map(lambda x: checkpoint_name(x, OUTPUT), outputs)
     return outputs, (inputs, *outputs)
 
 

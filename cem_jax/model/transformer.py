@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from cem_jax.config import ModelConfig
 from cem_jax.energy import rms_norm
-from cem_jax.kernels import project
+from cem_jax.kernels import OUTPUT, project
 from cem_jax.model.attention import CEMAttention
 from cem_jax.model.llama import GatedMLP, LlamaAttention
 from cem_jax.model.mlp import CEMMLP
@@ -139,7 +139,10 @@ def _stacked_blocks(config: ModelConfig, key: Array) -> Block:
 def _rematerialised(apply, config: ModelConfig):
     if config.remat == "none":
         return apply
-    policies = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
+    known = jax.checkpoint_policies
+    attention = known.save_only_these_names(OUTPUT)
+    dots = known.save_from_both_policies(known.dots_with_no_batch_dims_saveable, attention)
+    policies = {"dots": dots, "attention": attention, "full": None}
     # a scan keeps the two passes apart; written out, XLA would merge them and keep everything
     return jax.checkpoint(apply, policy=policies[config.remat], prevent_cse=not config.scan_layers)
 

@@ -58,12 +58,18 @@ def kept_for_backward(**fields):
 
 @pytest.mark.parametrize("scanned", [True, False])
 def test_rematerialisation_is_really_on(scanned):
-    layers = [
-        kept_for_backward(remat=remat, scan_layers=scanned) for remat in ("full", "dots", "none")
-    ]
-    assert layers[0] < layers[1] < layers[2]
-    steps = kept_for_backward(remat_steps=True, mlp_remat_steps=True, scan_layers=scanned)
-    assert steps < layers[2]
+    kept = lambda **fields: kept_for_backward(
+        **fields, scan_layers=scanned, implementation="blockwise"
+    )
+    full, attention, dots, everything = (
+        kept(remat=remat) for remat in ("full", "attention", "dots", "none")
+    )
+    assert full < attention < dots < everything
+    config = full_config()
+    o_and_lse = TOKENS.size * (config.dim + config.attention.heads)
+    assert attention - full == config.layers * config.attention.steps * o_and_lse
+    steps = kept(remat_steps=True, mlp_remat_steps=True)
+    assert full < steps < everything
 
 
 @pytest.mark.usefixtures("x64")
