@@ -22,7 +22,7 @@ from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.flops import mfu, training_flops_per_token
 from cem_jax.train.metrics import MetricsWriter
 from cem_jax.train.progress import Progress
-from cem_jax.train.rundir import check_same_run, write_run_files
+from cem_jax.train.rundir import check_same_run, with_absolute_paths, write_run_files
 from cem_jax.train.setup import Setup, fresh_state, place_batch, prepare_run
 from cem_jax.train.step import StepMetrics, TrainState, make_train_step
 
@@ -39,6 +39,7 @@ def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
     user got wrong; RunFailed when the run cannot go on.
     """
     stream = stream or sys.stderr
+    config = with_absolute_paths(config)
     setup = prepare_run(config)
     check_same_run(workdir, config)
     total = config.total_steps

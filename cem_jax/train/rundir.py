@@ -8,6 +8,7 @@ metrics.jsonl, tensorboard/, checkpoints/
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from cem_jax.config import Config, differences
@@ -46,6 +47,15 @@ def read_config(workdir: Path) -> Config | None:
         return Config.from_dict(values)
     except UserError as error:
         raise UserError(*(f"{path}: {message}" for message in error.messages)) from None
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The data's places, so that they are found from another working directory too."""
+    absolute = lambda path: path if "://" in path or not path else os.path.abspath(path)
+    # entries are PATH=WEIGHT; a relative path and an absolute one both stand before the last "="
+    mixture = tuple(absolute(entry) for entry in config.data.mixture)
+    data = replace(config.data, path=absolute(config.data.path), mixture=mixture)
+    return replace(config, data=data)
 
 
 def check_same_run(workdir: Path, config: Config) -> None:

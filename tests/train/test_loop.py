@@ -12,6 +12,8 @@ from cem_jax.errors import RunFailed, UserError
 from cem_jax.train import loop
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.metrics import read_metrics
+from cem_jax.train.run import Run
+from cem_jax.train.rundir import with_absolute_paths
 from cem_jax.train.setup import abstract_state
 
 
@@ -97,6 +99,16 @@ def test_fields_that_change_no_result_may_change(dataset, whole):
         data__path=str(dataset), model__attention__implementation="dense", checkpoint__keep=5
     )
     assert loop.train(other, whole[0])["step"] == 8
+
+
+def test_a_relative_dataset_is_found_from_anywhere(dataset, whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(dataset.parent)
+    relative = tiny_config(data__path=dataset.name, train__steps=1)
+    loop.train(relative, tmp_path / "run")
+    assert Run.open(tmp_path / "run").config.data.path == str(dataset)
+    mixed = with_absolute_paths(tiny_config(data__mixture=("a=1", "/b=2", "gs://c/d=3")))
+    assert mixed.data.mixture == (f"{dataset.parent}/a=1", "/b=2", "gs://c/d=3")
+    assert loop.train(tiny_config(data__path=dataset.name), whole[0])["step"] == 8
 
 
 def test_another_dataset_is_refused(whole, tmp_path):
