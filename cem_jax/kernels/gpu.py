@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from cem_jax.kernels.gpu_backward import key_gradients, query_gradient
 from cem_jax.kernels.gpu_blocks import product, refused_blocks, task
 from cem_jax.kernels.gpu_forward import attend
+from cem_jax.kernels.gpu_per_head import backward_by_head, forward_by_head
 from cem_jax.kernels.gpu_shared import head_sums, pair_scores, weighted_sums
 from cem_jax.kernels.gpu_tiles import LOG2E, Operands
 from cem_jax.kernels.inputs import Inputs, Plan
@@ -27,19 +28,21 @@ def obstacle(inputs: Inputs, plan: Plan) -> str | None:
         return f"the GPU kernels take heads of up to {WIDEST}, not {inputs.q.shape[-1]}"
     if plan.context == "per_head":
         return "the GPU kernels average contexts over all heads together, not for each"
-    if inputs.g is not None and inputs.g.ndim == inputs.q.ndim:
-        return "the GPU kernels take a diagonal that the heads share, not one for each"
     return refused_blocks(plan)
 
 
 def forward(inputs: Inputs, plan: Plan):
     """(lse [B, K, J], o [B, J, K, R], a [B, J, D] or None), all float32."""
+    if _per_head(inputs):
+        return forward_by_head(forward, inputs, plan)
     operands = _scored(inputs, plan)
     lse, o = attend(operands, task("forward", inputs, plan))
     if plan.context == "none":
         return lse, o, None
     how = task("sums", inputs, plan)
-    (p_BPP,) = head_sums(operands._replace(lse=lse), how, derivative=False, probability=True)
+    (p_BPP,) = head_sums(
+        operands._replace(lse=LOG2E * lse), how, derivative=False, probability=True
+    )
     a = weighted_sums(
         [(p_BPP, inputs.h)], jnp.float32, product("sums", inputs, plan), over_queries=False
     )
@@ -48,12 +51,14 @@ def forward(inputs: Inputs, plan: Plan):
 
 def backward(inputs: Inputs, plan: Plan, lse, o, a, cotangents) -> Inputs:
     """Gradients by input, in its dtype; None for the segments and for what is absent."""
+    if _per_head(inputs):
+        return backward_by_head(backward, inputs, plan, lse, o, a, cotangents)
     dlse, do, da = cotangents
     exact = plan.context != "none"
     do_BJKR = do.astype(inputs.q.dtype)  # rounded first, see `blockwise`
     delta = jnp.einsum("bjkr,bjkr->bkj", do_BJKR.astype(jnp.float32), o) - dlse
     e_BJD = da.astype(inputs.q.dtype) if exact else None
-    operands = _scored(inputs, plan)._replace(do=do_BJKR, lse=lse, delta=delta)
+    operands = _scored(inputs, plan)._replace(do=do_BJKR, lse=LOG2E * lse, delta=delta / plan.tau)
     if exact:
         # a gradient may be far below what float16 holds
         extra = pair_scores(e_BJD, inputs.h, 1.0, inputs.q.dtype, product("scores", inputs, plan))
@@ -68,6 +73,10 @@ def backward(inputs: Inputs, plan: Plan, lse, o, a, cotangents) -> Inputs:
     return Inputs(
         *(None if x is None else x.astype(y.dtype) for x, y in zip(found, inputs, strict=True))
     )
+
+
+def _per_head(inputs: Inputs) -> bool:
+    return inputs.g is not None and inputs.g.ndim == inputs.q.ndim
 
 
 def _scored(inputs: Inputs, plan: Plan) -> Operands:

@@ -15,15 +15,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from cem_jax.kernels.gpu_tiles import (
+    SMALLEST,
     Operands,
     Task,
     accumulate,
     counting,
+    dot,
     dot_heads,
+    exp2,
     head_block,
     keys_of,
     launch,
-    over_keys,
+    multiply_add,
     over_queries,
     queries_of,
     read_head,
@@ -42,21 +45,21 @@ def tile_derivatives(refs: Operands, q, k, v, do, lse_I, delta_I, head, i0, j0, 
                      keys_first=False, tile=None, extra=None):  # fmt: skip
     """(p, c·dS) of a tile, both float32. [I, N], or [N, I] with `keys_first`.
 
-    `lse_I` in base 2; `delta_I` times c. `tile`, `extra`: the head-shared tiles, where there are.
+    `lse_I` and `delta_I` as in `Operands`. `tile`, `extra`: head-shared tiles, where there are.
     """
     pair = (lambda a, b: dot_heads(b, a)) if keys_first else dot_heads
     t, offset_I = scores(
         refs, pair(q, k), tile, head, i0, j0, task, edge=edge, keys_first=keys_first
     )
-    p = jnp.exp2(t - over_queries(lse_I - offset_I, keys_first))
+    p = exp2(t - over_queries(lse_I - offset_I, keys_first), task)
     dp = pair(do, v)
     if extra is not None:
         dp += extra
-    return p, p * (task.scale * dp - over_queries(delta_I, keys_first))
+    return p, p * multiply_add(dp, task.scale, -over_queries(delta_I, keys_first), task)
 
 
 def query_gradient(operands: Operands, task: Task):
-    """(dq in the dtype of q, Δ [B, K, J]): Δ with Σ_j p E added where there is an E."""
+    """(dq in the dtype of q, c·Δ [B, K, J]): Δ with Σ_j p E added where there is an E."""
     batch, positions, heads, _ = operands.q.shape
     blocks = pl.cdiv(positions, task.queries)
     number = lambda x: blocks - 1 - x
@@ -85,9 +88,8 @@ def _query_kernel(refs: Operands, dq_ref, *delta_ref, task: Task):
     first, end = keys_of(i0, task)
     ranges = (jnp.int32(0), first), (first, end)
     if delta_ref:
-        delta_I += _expected_extra(refs, q, lse_I, head, i0, ranges, task)
+        delta_I += task.scale * _expected_extra(refs, q, lse_I, head, i0, ranges, task)
         delta_ref[0][...] = delta_I
-    delta_I *= task.scale
 
     def visit(block, dq, edge):
         j0 = block * task.keys
@@ -110,7 +112,7 @@ def _expected_extra(refs: Operands, q, lse_I, head, i0, ranges, task: Task):
         k = read_head(refs.k, j0, task.keys, head, task)
         tile_IN = shared_tile(refs.tile, i0, j0, task, False)
         t_IN, offset_I = scores(refs, dot_heads(q, k), tile_IN, head, i0, j0, task, edge=edge)
-        p_IN = jnp.exp2(t_IN - (lse_I - offset_I)[:, None])
+        p_IN = exp2(t_IN - (lse_I - offset_I)[:, None], task)
         return sum_I + (p_IN * shared_tile(refs.extra, i0, j0, task, False)).sum(1)
 
     return sweep(visit, jnp.zeros((task.queries,), jnp.float32), *ranges)
@@ -151,12 +153,26 @@ def key_gradients(operands: Operands, task: Task):
     return dk, dv, dslopes, None if operands.self_bias is None else sums.pop(0)
 
 
+def _distances(ds_NI, ahead):
+    """Σ_i (i − j) dS of a tile whose queries start `ahead` of its keys. [N].
+
+    Both sums that it takes, of dS and of dS times the place in the block, are one matrix
+    instruction: places are exact in low precision, and the vector units are the busier ones.
+    """
+    keys, queries = ds_NI.shape
+    i_I1, column_1M = counting(queries)[:, None], counting(SMALLEST)[None]
+    weights_IM = jnp.where(column_1M == 0, i_I1, jnp.where(column_1M == 1, 1, 0))
+    sums_NM = dot(ds_NI, weights_IM.astype(ds_NI.dtype))
+    shift_N1 = (ahead - counting(keys)).astype(jnp.float32)[:, None]
+    shift_NM = jnp.where(column_1M == 0, 1.0, jnp.where(column_1M == 1, shift_N1, 0.0))
+    return (sums_NM * shift_NM).sum(1)
+
+
 def _key_kernel(refs: Operands, dk_ref, *out_refs, task: Task):
     head = pl.program_id(0)
     j0 = pl.program_id(1) * task.keys
     k = read_head(refs.k, j0, task.keys, head, task)
     v = k if refs.v is None else read_head(refs.v, j0, task.keys, head, task)
-    j_N1 = over_keys(counting(task.keys).astype(jnp.float32), True)
     nothing_N = jnp.zeros((task.keys,), jnp.float32)
 
     def visit(block, carry, edge):
@@ -165,7 +181,7 @@ def _key_kernel(refs: Operands, dk_ref, *out_refs, task: Task):
         q = read_head(refs.q, i0, task.queries, head, task)
         do = read_head(refs.do, i0, task.queries, head, task)
         lse_I = read_lse(refs, i0, head, task)
-        delta_I = read_rows(refs.delta, i0, task.queries, head, task) * task.scale
+        delta_I = read_rows(refs.delta, i0, task.queries, head, task)
         p_NI, ds_NI = tile_derivatives(
             refs, q, k, v, do, lse_I, delta_I, head, i0, j0, task, edge=edge, keys_first=True,
             **_shared(refs, i0, j0, task, True),
@@ -175,11 +191,11 @@ def _key_kernel(refs: Operands, dk_ref, *out_refs, task: Task):
             dk = accumulate(dk, p_NI.astype(q[0].dtype), do)
         else:
             dv = accumulate(dv, p_NI.astype(q[0].dtype), do)
-        i_1I = over_queries((i0 - j0 + counting(task.queries)).astype(jnp.float32), True)
         if refs.slopes is not None:
-            far_N += (ds_NI * (i_1I - j_N1)).sum(1)
+            far_N += _distances(ds_NI.astype(q[0].dtype), i0 - j0)
         if refs.self_bias is not None and edge:
-            own_N += jnp.where(i_1I == j_N1, ds_NI, 0.0).sum(1)
+            i, j = i0 + counting(task.queries), j0 + counting(task.keys)
+            own_N += jnp.where(i[None] == j[:, None], ds_NI, 0.0).sum(1)
         return dk, dv, far_N, own_N
 
     start = (zeros(task.keys, task), () if refs.v is None else zeros(task.keys, task))

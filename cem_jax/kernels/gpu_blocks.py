@@ -6,22 +6,22 @@ Chosen from compilations for an H200 (`benchmarks/gpu_static.py`): the largest t
 import jax.numpy as jnp
 
 from cem_jax.kernels.gpu_shared import Product
-from cem_jax.kernels.gpu_tiles import SMALLEST, SQUARE, Task, square
+from cem_jax.kernels.gpu_tiles import SMALLEST, SQUARE, Task, lanes, square
 from cem_jax.kernels.inputs import Inputs, Plan
 
-# kernel: (queries, keys, warps, stages)
+# kernel: (queries, keys, warps, stages). Two programs fit on a multiprocessor at once, so that one's
+# products run beside the other's exponentials; tiles are long on the side that is kept, which
+# spares the cache.
 HALF = {
     "forward": (128, 64, 4, 2),
-    "queries": (128, 64, 8, 2),
-    "keys": (64, 128, 8, 2),
-    "sums": (128, 64, 8, 2),
+    "forward, wide": (128, 32, 4, 2),
+    "queries": (128, 32, 4, 2),
+    "keys": (32, 128, 4, 2),
+    "keys, values": (32, 64, 4, 2),
+    "sums": (64, 128, 8, 2),
+    "sums, exact": (64, 64, 4, 2),
 }
-FULL = {
-    "forward": (64, 32, 4, 2),
-    "queries": (32, 32, 4, 2),
-    "keys": (32, 32, 4, 2),
-    "sums": (32, 32, 4, 2),
-}
+FULL = dict.fromkeys(HALF, (32, 32, 4, 2))
 # product: (chunk of model dims, warps, stages)
 HALF_PRODUCTS = {"scores": (64, 8, 3), "sums": (128, 8, 3)}
 FULL_PRODUCTS = {"scores": (32, 8, 2), "sums": (64, 8, 2)}
@@ -31,11 +31,22 @@ def task(kernel: str, inputs: Inputs, plan: Plan) -> Task:
     """What is static in that kernel's call; blocks as asked for, or else chosen."""
     _, positions, heads, width = inputs.q.shape
     table = FULL if inputs.q.dtype == jnp.float32 else HALF
-    *blocks, warps, stages = table[kernel]
+    *blocks, warps, stages = table[_variant(kernel, inputs, plan)]
     queries, keys = (min(size, square(positions)) for size in plan.blocks or blocks)
     return Task(
         positions, heads, width, 1.0 / plan.tau, queries, keys, warps, stages, bool(plan.interpret)
     )
+
+
+def _variant(kernel: str, inputs: Inputs, plan: Plan) -> str:
+    """The kernel's name in the tables: some keep more in registers than others."""
+    if kernel == "forward" and lanes(inputs.q.shape[-1]) > 64:
+        return "forward, wide"
+    if kernel == "keys" and inputs.v is not None:
+        return "keys, values"
+    if kernel == "sums" and plan.context != "none":
+        return "sums, exact"
+    return kernel
 
 
 def product(kernel: str, inputs: Inputs, plan: Plan) -> Product:

@@ -14,6 +14,7 @@ from cem_jax.kernels.gpu_tiles import (
     Task,
     accumulate,
     dot_heads,
+    exp2,
     head_block,
     keys_of,
     launch,
@@ -55,8 +56,8 @@ def _kernel(refs: Operands, o_ref, lse_ref, *, task: Task):
         tile = None if refs.tile is None else shared_tile(refs.tile, i0, j0, task, False)
         t_IN, offset_I = scores(refs, dot_heads(q, k), tile, head, i0, j0, task, edge=edge)
         new_I = jnp.maximum(m_I, t_IN.max(1) + offset_I)
-        p_IN = jnp.exp2(t_IN - (new_I - offset_I)[:, None])
-        shrink_I = jnp.exp2(m_I - new_I)
+        p_IN = exp2(t_IN - (new_I - offset_I)[:, None], task)
+        shrink_I = exp2(m_I - new_I, task)
         o = tuple(shrink_I[:, None] * x for x in o)
         o = accumulate(o, p_IN.astype(k[0].dtype), v)
         return new_I, shrink_I * z_I + p_IN.sum(1), o

@@ -22,6 +22,7 @@ from cem_jax.kernels.gpu_tiles import (
     counting,
     dot,
     dot_heads,
+    exp2,
     launch,
     padded_positions,
     read_head,
@@ -181,9 +182,9 @@ def _sum_over_heads(refs: Operands, i0, j0, task: Task, derivative, probability,
         lse_I = read_lse(refs, i0, head, task)
         if not derivative:
             t, offset = scores(refs, dot_heads(q, k), tile_IN, head, i0, j0, task, edge=edge)
-            return (sums[0] + jnp.exp2(t - (lse_I - offset)[:, None]),)
+            return (sums[0] + exp2(t - (lse_I - offset)[:, None], task),)
         v = k if refs.v is None else read_head(refs.v, j0, task.keys, head, task)
-        delta_I = task.scale * read_rows(refs.delta, i0, task.queries, head, task)
+        delta_I = read_rows(refs.delta, i0, task.queries, head, task)
         p_IN, ds_IN = tile_derivatives(
             refs, q, k, v, read_queries(refs.do), lse_I, delta_I, head, i0, j0, task, edge=edge,
             tile=tile_IN, extra=extra_IN,

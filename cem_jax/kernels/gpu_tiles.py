@@ -15,6 +15,7 @@ I, N positions of a query and of a key block · L lanes of a piece.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -36,8 +37,8 @@ class Operands(NamedTuple):
     do: Any = None  # [B, J, K, R]
     tile: Any = None  # log2(e)·c·g_i·h_j, shared by the heads [B, P, P]
     extra: Any = None  # E = e_i·h_j, what the context adds to dP [B, P, P]
-    lse: Any = None  # [B, K, J]
-    delta: Any = None  # [B, K, J]
+    lse: Any = None  # log2(e)·lse [B, K, J]
+    delta: Any = None  # c·Δ [B, K, J]
     slopes: Any = None  # [K]
     self_bias: Any = None  # [K]
     segments: Any = None  # [B, J]
@@ -169,8 +170,8 @@ def read_rows(ref, start, size: int, head, task: Task, other=0.0):
 
 
 def read_lse(refs: Operands, start, head, task: Task):
-    """lse·log2(e); ∞ for a query that padding added, whose probabilities are then 0. [I]."""
-    return read_rows(refs.lse, start, task.queries, head, task, jnp.inf) * LOG2E
+    """log2(e)·lse; ∞ for a query that padding added, whose probabilities are then 0. [I]."""
+    return read_rows(refs.lse, start, task.queries, head, task, jnp.inf)
 
 
 def _read(ref, mask, other):
@@ -226,6 +227,32 @@ def dot(a, b, *, transposed=False):
     )
 
 
+def multiply_add(x, factor: float, y, task: Task):
+    """factor·x + y in one instruction, which Triton would not contract."""
+    if task.interpret:
+        return factor * x + y
+    factor = jnp.full(x.shape, factor, jnp.float32)
+    return _instruct("fma.rn.f32 $0, $1, $2, $3;", (x, factor, jnp.broadcast_to(y, x.shape)))
+
+
+def exp2(x, task: Task):
+    """2^x in one instruction: the exact one treats subnormal results in three more."""
+    if task.interpret:
+        return jnp.exp2(x)
+    return _instruct("ex2.approx.ftz.f32 $0, $1;", (x,))
+
+
+def _instruct(assembly: str, arguments: Sequence):
+    [result] = triton.elementwise_inline_asm(
+        assembly,
+        args=list(arguments),
+        constraints=",".join(["=f"] + ["f"] * len(arguments)),
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(arguments[0].shape, jnp.float32)],
+    )
+    return result
+
+
 def dot_heads(a: Sequence, b: Sequence):
     """Σ over the pieces of a bᵀ."""
     total = dot(a[0], b[0], transposed=True)
@@ -264,15 +291,14 @@ def scores(refs: Operands, qk, tile, head, i0, j0, task: Task, *, edge: bool, ke
     `qk` are the products of queries and keys, `tile` is what the heads share. `edge`: whether the
     tile reaches the diagonal.
     """
-    t = qk * (task.scale * LOG2E)
-    if tile is not None:
-        t += tile
+    scale = task.scale * LOG2E
+    t = scale * qk if tile is None else multiply_add(qk, scale, tile, task)
     i, j = counting(task.queries), counting(task.keys)
     offset = jnp.zeros((task.queries,), jnp.float32)
     if refs.slopes is not None:
         slope = refs.slopes[head] * LOG2E
         t += over_keys(slope * j.astype(jnp.float32), keys_first)
-        offset = slope * (j0 - i0 - i).astype(jnp.float32)
+        offset = slope * (j0 - i0).astype(jnp.float32) - slope * i.astype(jnp.float32)
     query, key = over_queries(i0 + i, keys_first), over_keys(j0 + j, keys_first)
     if edge and refs.self_bias is not None:
         t = jnp.where(query == key, t + refs.self_bias[head] * LOG2E, t)

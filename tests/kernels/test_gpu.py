@@ -24,6 +24,7 @@ CASES = {
     "J129": (129, dict(width=84, segments=True), "none", None),
     "J129-exact": (129, dict(width=84, values=True, **SHARED), "summed", (64, 64)),
     "J200": (200, dict(width=28, dim=200, **SHARED), "none", (64, 32)),
+    "J40-per-head": (40, dict(width=28, diagonal="per_head", values=True), "summed", SMALL),
     "J256": (256, dict(width=72, values=True, segments=True), "none", (64, 64)),
 }
 
@@ -37,8 +38,10 @@ def test_attention_and_its_gradients_are_those_of_dense(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("diagonal", "context"), [("none", "none"), ("shared", "none"),
-                                                   ("shared", "summed")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("diagonal", "context"),
+    [("none", "none"), ("shared", "none"), ("shared", "summed"), ("per_head", "none")],
+)
 def test_every_width_and_number_of_positions(positions, width, diagonal, context):
     for segments, values in product((False, True), repeat=2):
         inputs = draw(positions, width=width, diagonal=diagonal, segments=segments, values=values)
