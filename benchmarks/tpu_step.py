@@ -108,7 +108,7 @@ def recursion() -> None:
 def remat() -> None:
     head("CEM 162m, T=2")
     steps_too = {"model.attention.remat_steps": True, "model.mlp.remat_steps": True}
-    for policy in ("none", "dots", "full"):
+    for policy in ("dots", "attention", "full"):
         row(policy, "cem_162m", {"model.remat": policy})
     row("none, remat_steps", "cem_162m", {"model.remat": "none"} | steps_too)
 
