@@ -33,6 +33,8 @@ from cem_jax.kernels.gpu_tiles import (
     square,
 )  # fmt: skip
 
+_SUMMED = 64  # positions summed over at a time
+
 
 class Product(NamedTuple):
     """What is static in a product of head-shared arrays."""
@@ -83,23 +85,25 @@ def weighted_sums(pairs, dtype, how: Product, *, over_queries: bool):
     """Σ over pairs (w [B, P, P], x [B, J, D]) of Σ_j w_ij x_j, or Σ_i w_ij x_i. [B, J, D]."""
     batch, positions, dim = pairs[0][1].shape
     side, padded = square(positions), padded_positions(positions)
-    blocks, chunks = padded // side, pl.cdiv(dim, how.chunk)
+    blocks, chunks, step = padded // side, pl.cdiv(dim, how.chunk), min(_SUMMED, side)
 
     def cem_weighted_sums(pair_refs, out_ref):
         own = pl.program_id(1)
         c0 = pl.program_id(0) * how.chunk
 
         def visit(w_ref, x_ref, other, sum_SC):
-            row, column = (other, own) if over_queries else (own, other)
-            w_SS = w_ref[pl.ds(row * side, side), pl.ds(column * side, side)]
-            x_SC = _read(x_ref, other * side, side, c0, how.chunk, positions, dim)
-            return sum_SC + dot(w_SS.T if over_queries else w_SS, x_SC)
+            row, column = (other * step, own * side) if over_queries else (own * side, other * step)
+            shape = (step, side) if over_queries else (side, step)
+            w = w_ref[pl.ds(row, shape[0]), pl.ds(column, shape[1])]
+            x = _read(x_ref, other * step, step, c0, how.chunk, positions, dim)
+            return sum_SC + dot(w.T if over_queries else w, x)
 
-        first, end = (own, blocks) if over_queries else (0, own + 1)
+        of_own = own * (side // step)
+        first, end = (of_own, padded // step) if over_queries else (0, of_own + side // step)
         sum_SC = jnp.zeros((side, how.chunk), jnp.float32)
         for w_ref, x_ref in pair_refs:
-            step = lambda other, s, w=w_ref, x=x_ref: visit(w, x, other, s)
-            sum_SC = lax.fori_loop(jnp.int32(first), jnp.int32(end), step, sum_SC)
+            add = lambda other, s, w=w_ref, x=x_ref: visit(w, x, other, s)
+            sum_SC = lax.fori_loop(jnp.int32(first), jnp.int32(end), add, sum_SC)
         inside = c0 + counting(how.chunk)[None] < dim
         triton.store(out_ref, sum_SC.astype(out_ref.dtype), mask=inside)
 

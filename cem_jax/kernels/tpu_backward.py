@@ -28,6 +28,7 @@ from cem_jax.kernels.tpu_tiles import (
     lay_out_segments,
     product,
     query_bias,
+    share_scores,
     span,
 )
 
@@ -57,6 +58,7 @@ def scratch(sizes: Sizes) -> dict:
         delta=((heads, 1, queries), f32),
         dqT=(of_queries, f32),
         dkT=(of_keys, f32),
+        shared=tile,
     )
     if sizes.values:
         kept |= dict(v=((heads, positions, rows), dtype), dvT=(of_keys, f32))
@@ -71,7 +73,7 @@ def scratch(sizes: Sizes) -> dict:
     elif sizes.diagonal == "per_head":
         kept |= dict(gT=((heads, model, queries), dtype), dgT=((heads, model, queries), f32))
     if sizes.exact:
-        kept |= dict(eT=((model, queries), dtype), p_sum=tile)
+        kept |= dict(eT=((model, queries), dtype), p_sum=tile, context=tile)
     if sizes.segments:
         kept |= dict(segment_columns=((positions, LANES), jnp.int32))
     return kept
@@ -124,96 +126,106 @@ def _lay_out(inputs: dict, refs: dict, i, sizes: Sizes):
         refs["minus_lse"][head] = lse_1I * -LOG2E
 
 
-def _probabilities(tile: Tile, refs: dict, head, common_NI):
-    s_NI = tile.scores(refs, head, common_NI)
-    return jnp.exp2(s_NI + refs["minus_lse"][head, :, tile.lanes])
+def _probabilities(strip: Tile, refs: dict, head):
+    return jnp.exp2(strip.scores(refs, head) + refs["minus_lse"][head, :, strip.lanes])
 
 
-def _context_scores(tile: Tile, refs: dict):
-    """E_ij = e_i·h_j. [N, I]."""
-    return product(refs["h"][tile.keys], refs["eT"][:, tile.lanes], (1, 0), tile.sizes)
+def _share_context(strips: list, refs: dict):
+    """E_ij = e_i·h_j of each strip."""
+    for strip in strips:
+        eT_DI = refs["eT"][:, strip.lanes]
+        context_NI = product(refs["h"][strip.keys], eT_DI, (1, 0), strip.sizes)
+        refs["context"][strip.rows, strip.lanes] = context_NI
 
 
 def _complete_delta(tile: Tile, refs: dict):
     """Δ += Σ_j p E over one tile."""
-    sizes, lanes = tile.sizes, tile.lanes
-    shared_NI = None if sizes.diagonal == "per_head" else tile.common(refs)
-    context_NI = _context_scores(tile, refs)
+    strips = tile.strips()
+    share_scores(strips, refs)
+    _share_context(strips, refs)
 
     def visit(head):
-        common_NI = tile.common(refs, head) if sizes.diagonal == "per_head" else shared_NI
-        p_NI = _probabilities(tile, refs, head, common_NI)
-        refs["delta"][head, :, lanes] += (p_NI * context_NI).sum(0, keepdims=True)
+        for strip in strips:
+            p_NI = _probabilities(strip, refs, head)
+            mean_1I = (p_NI * refs["context"][strip.rows, strip.lanes]).sum(0, keepdims=True)
+            refs["delta"][head, :, strip.lanes] += mean_1I
 
-    for_each_head(visit, sizes, HEADS_TOGETHER)
+    for_each_head(visit, tile.sizes, HEADS_TOGETHER)
 
 
 def _visit(tile: Tile, refs: dict):
-    sizes, lanes = tile.sizes, tile.lanes
-    per_head = sizes.diagonal == "per_head"
-    shared_NI = None if per_head else tile.common(refs)
-    context_NI = _context_scores(tile, refs) if sizes.exact else None
+    sizes = tile.sizes
+    strips = tile.strips()
+    share_scores(strips, refs)
+    if sizes.exact:
+        _share_context(strips, refs)
     for name in ("ds_sum", "p_sum"):
         if name in refs:
-            refs[name][:, lanes] = jnp.zeros(tile.shape, jnp.float32)
+            refs[name][...] = jnp.zeros_like(refs[name])
 
     def visit(head):
-        common_NI = tile.common(refs, head) if per_head else shared_NI
-        p_NI = _probabilities(tile, refs, head, common_NI)
-        values = refs["v" if sizes.values else "k"]
-        dp_NI = product(values[head, tile.keys], refs["doT"][head, :, lanes], (1, 0), sizes)
-        if sizes.exact:
-            dp_NI = dp_NI + context_NI
-            refs["p_sum"][:, lanes] += p_NI
-        ds_NI = p_NI * (dp_NI - refs["delta"][head, :, lanes])
-        _add_bias_gradients(tile, refs, head, ds_NI)
-        if sizes.diagonal == "shared":
-            refs["ds_sum"][:, lanes] += ds_NI
-        scaled_NI = (ds_NI * sizes.c).astype(sizes.dtype)
-        _add_head_gradients(tile, refs, head, scaled_NI, p_NI.astype(sizes.dtype))
-        if per_head:
-            refs["dgT"][head, :, lanes] += product(
-                refs["hT"][:, tile.keys], scaled_NI, (1, 0), sizes
-            )
-            gT_DI = refs["gT"][head, :, lanes]
-            refs["dhT"][:, tile.keys] += product(gT_DI, scaled_NI, (1, 1), sizes)
+        for strip in strips:
+            _visit_strip(strip, refs, head)
 
     for_each_head(visit, sizes, HEADS_TOGETHER)
-    if sizes.diagonal == "shared":
-        ds_NI = (refs["ds_sum"][:, lanes] * sizes.c).astype(sizes.dtype)
-        refs["dgT"][:, lanes] += product(refs["hT"][:, tile.keys], ds_NI, (1, 0), sizes)
-        refs["dhT"][:, tile.keys] += product(refs["gT"][:, lanes], ds_NI, (1, 1), sizes)
+    # a whole tile in one product each; on the diagonal, strips see different keys
+    for part in [tile] if tile.behind is None else strips:
+        _add_shared_gradients(part, refs)
+
+
+def _visit_strip(strip: Tile, refs: dict, head):
+    sizes, lanes = strip.sizes, strip.lanes
+    p_NI = _probabilities(strip, refs, head)
+    values_NS = refs["v" if sizes.values else "k"][head, strip.keys]
+    dp_NI = product(values_NS, refs["doT"][head, :, lanes], (1, 0), sizes)
     if sizes.exact:
-        p_NI = refs["p_sum"][:, lanes].astype(sizes.dtype)
-        refs["dhT"][:, tile.keys] += product(refs["eT"][:, lanes], p_NI, (1, 1), sizes)
+        dp_NI = dp_NI + refs["context"][strip.rows, lanes]
+        refs["p_sum"][strip.rows, lanes] += p_NI
+    ds_NI = p_NI * (dp_NI - refs["delta"][head, :, lanes])
+    _add_bias_gradients(strip, refs, head, ds_NI)
+    if sizes.diagonal == "shared":
+        refs["ds_sum"][strip.rows, lanes] += ds_NI
+    scaled_NI = (ds_NI * sizes.c).astype(sizes.dtype)
+    _add_head_gradients(strip, refs, head, scaled_NI, p_NI.astype(sizes.dtype))
 
 
-def _add_head_gradients(tile: Tile, refs: dict, head, ds_NI, p_NI):
-    sizes, lanes = tile.sizes, tile.lanes
-    kT_SN, qT_SI, doT_SI = (
-        refs["kT"][head, :, tile.keys],
-        refs["qT"][head, :, lanes],
-        refs["doT"][head, :, lanes],
-    )
-    refs["dqT"][head, :, lanes] += product(kT_SN, ds_NI, (1, 0), sizes)
+def _add_head_gradients(strip: Tile, refs: dict, head, ds_NI, p_NI):
+    sizes, lanes, keys = strip.sizes, strip.lanes, strip.keys
+    refs["dqT"][head, :, lanes] += product(refs["kT"][head, :, keys], ds_NI, (1, 0), sizes)
+    if sizes.diagonal == "per_head":
+        refs["dgT"][head, :, lanes] += product(refs["hT"][:, keys], ds_NI, (1, 0), sizes)
+        refs["dhT"][:, keys] += product(refs["gT"][head, :, lanes], ds_NI, (1, 1), sizes)
+    qT_SI, doT_SI = (refs[name][head, :, lanes] for name in ("qT", "doT"))
     if sizes.values:
-        refs["dkT"][head, :, tile.keys] += product(qT_SI, ds_NI, (1, 1), sizes)
-        refs["dvT"][head, :, tile.keys] += product(doT_SI, p_NI, (1, 1), sizes)
+        refs["dkT"][head, :, keys] += product(qT_SI, ds_NI, (1, 1), sizes)
+        refs["dvT"][head, :, keys] += product(doT_SI, p_NI, (1, 1), sizes)
         return
     # one product over both: their sum is not read and written twice
     both_S2I = jnp.concatenate([qT_SI, doT_SI], axis=1)
     both_N2I = jnp.concatenate([ds_NI, p_NI], axis=1)
-    refs["dkT"][head, :, tile.keys] += product(both_S2I, both_N2I, (1, 1), sizes)
+    refs["dkT"][head, :, keys] += product(both_S2I, both_N2I, (1, 1), sizes)
 
 
-def _add_bias_gradients(tile: Tile, refs: dict, head, ds_NI):
+def _add_shared_gradients(part: Tile, refs: dict):
+    """What sums over heads give: dg and dh from S̄, and dh from A."""
+    sizes, lanes, keys = part.sizes, part.lanes, part.keys
+    if sizes.diagonal == "shared":
+        ds_NI = (refs["ds_sum"][part.rows, lanes] * sizes.c).astype(sizes.dtype)
+        refs["dgT"][:, lanes] += product(refs["hT"][:, keys], ds_NI, (1, 0), sizes)
+        refs["dhT"][:, keys] += product(refs["gT"][:, lanes], ds_NI, (1, 1), sizes)
+    if sizes.exact:
+        p_NI = refs["p_sum"][part.rows, lanes].astype(sizes.dtype)
+        refs["dhT"][:, keys] += product(refs["eT"][:, lanes], p_NI, (1, 1), sizes)
+
+
+def _add_bias_gradients(strip: Tile, refs: dict, head, ds_NI):
     """dm = −Σ (i − j) dS and dβ = Σ_i dS_ii, a sum for each lane."""
-    sizes, lanes = tile.sizes, tile.lanes
+    sizes, lanes = strip.sizes, strip.lanes
     if sizes.slopes:
-        distance_NI = tile.distance().astype(jnp.float32)
+        distance_NI = strip.distance().astype(jnp.float32)
         refs["dslopes"][head, :, lanes] -= (ds_NI * distance_NI).sum(0, keepdims=True)
-    if sizes.self_bias and tile.crossing:
-        own_NI = jnp.where(tile.distance() == 0, ds_NI, 0.0)
+    if sizes.self_bias and strip.crossing:
+        own_NI = jnp.where(strip.distance() == 0, ds_NI, 0.0)
         refs["dself_bias"][head, :, lanes] += own_NI.sum(0, keepdims=True)
 
 

@@ -24,6 +24,7 @@ from cem_jax.kernels.tpu_tiles import (
     lay_out_segments,
     product,
     query_bias,
+    share_scores,
 )
 
 HEADS_TOGETHER = 2
@@ -45,6 +46,7 @@ def scratch(sizes: Sizes) -> dict:
         peak=((heads, 1, queries), f32),
         total=((heads, 1, queries), f32),
         oT=((heads, rows, queries), f32),
+        shared=((sizes.keys, queries), f32),
     )
     if sizes.diagonal != "none":
         kept |= dict(h=((positions, sizes.model), dtype))
@@ -88,23 +90,37 @@ def _lay_out(inputs: dict, refs: dict, i, sizes: Sizes):
 
 
 def _attend_to(tile: Tile, refs: dict):
-    sizes, lanes = tile.sizes, tile.lanes
-    shared_NI = None if sizes.diagonal == "per_head" else tile.common(refs)
+    sizes = tile.sizes
+    strips = tile.strips()
+    share_scores(strips, refs)
 
     def visit(head):
-        common_NI = tile.common(refs, head) if sizes.diagonal == "per_head" else shared_NI
-        s_NI = tile.scores(refs, head, common_NI)
-        old_1I = refs["peak"][head, :, lanes]
-        new_1I = jnp.maximum(old_1I, s_NI.max(0, keepdims=True))
-        p_NI = jnp.exp2(s_NI - new_1I)
-        keep_1I = jnp.exp2(old_1I - new_1I)
-        fresh_SI = product(refs["vT"][head, :, tile.keys], p_NI.astype(sizes.dtype), (1, 0), sizes)
-        refs["peak"][head, :, lanes] = new_1I
-        total_1I = refs["total"][head, :, lanes] * keep_1I + p_NI.sum(0, keepdims=True)
-        refs["total"][head, :, lanes] = total_1I
-        refs["oT"][head, :, lanes] = refs["oT"][head, :, lanes] * keep_1I + fresh_SI
+        found = [(strip.lanes, _attend_strip(strip, refs, head)) for strip in strips]
+
+        def write():
+            for lanes, values in found:
+                for name, x in values.items():
+                    refs[name][head, :, lanes] = x
+
+        return write
 
     for_each_head(visit, sizes, HEADS_TOGETHER)
+
+
+def _attend_strip(strip: Tile, refs: dict, head) -> dict:
+    """The head's maxima, totals and averages, brought up to this strip's keys."""
+    sizes, lanes = strip.sizes, strip.lanes
+    s_NI = strip.scores(refs, head)
+    old_1I = refs["peak"][head, :, lanes]
+    new_1I = jnp.maximum(old_1I, s_NI.max(0, keepdims=True))
+    p_NI = jnp.exp2(s_NI - new_1I)
+    keep_1I = jnp.exp2(old_1I - new_1I)
+    fresh_SI = product(refs["vT"][head, :, strip.keys], p_NI.astype(sizes.dtype), (1, 0), sizes)
+    return dict(
+        peak=new_1I,
+        total=refs["total"][head, :, lanes] * keep_1I + p_NI.sum(0, keepdims=True),
+        oT=refs["oT"][head, :, lanes] * keep_1I + fresh_SI,
+    )
 
 
 def _finish(outputs: dict, refs: dict, sizes: Sizes):
@@ -120,16 +136,20 @@ def _finish(outputs: dict, refs: dict, sizes: Sizes):
 
 def _average(tile: Tile, refs: dict):
     """aᵀ += hᵀ A over one tile, once the softmax of every head is known."""
-    sizes, lanes = tile.sizes, tile.lanes
-    shared_NI = None if sizes.diagonal == "per_head" else tile.common(refs)
-    refs["shares"][:, lanes] = jnp.zeros(tile.shape, jnp.float32)
+    sizes = tile.sizes
+    strips = tile.strips()
+    share_scores(strips, refs)
+    refs["shares"][...] = jnp.zeros_like(refs["shares"])
 
     def visit(head):
-        common_NI = tile.common(refs, head) if sizes.diagonal == "per_head" else shared_NI
-        log2_sum_1I = refs["peak"][head, :, lanes] + jnp.log2(refs["total"][head, :, lanes])
-        p_NI = jnp.exp2(tile.scores(refs, head, common_NI) - log2_sum_1I)
-        refs["shares"][:, lanes] += p_NI
+        for strip in strips:
+            lanes = strip.lanes
+            log2_sum_1I = refs["peak"][head, :, lanes] + jnp.log2(refs["total"][head, :, lanes])
+            p_NI = jnp.exp2(strip.scores(refs, head) - log2_sum_1I)
+            refs["shares"][strip.rows, lanes] += p_NI
 
     for_each_head(visit, sizes, HEADS_TOGETHER)
-    shares_NI = refs["shares"][:, lanes].astype(sizes.dtype)
-    refs["aT"][:, lanes] += product(refs["hT"][:, tile.keys], shares_NI, (1, 0), sizes)
+    for strip in strips:
+        shares_NI = refs["shares"][strip.rows, strip.lanes].astype(sizes.dtype)
+        hT_DN = refs["hT"][:, strip.keys]
+        refs["aT"][:, strip.lanes] += product(hT_DN, shares_NI, (1, 0), sizes)

@@ -41,11 +41,6 @@ class Sizes(NamedTuple):
     dtype: jnp.dtype
 
     @property
-    def common(self) -> bool:
-        """Whether tiles beyond the diagonal have a part that all heads share."""
-        return self.diagonal == "shared" or self.segments
-
-    @property
     def precision(self):
         return jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
 

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 
 from cem_jax.kernels.tpu_plan import LANES, Sizes
 
+STRIP = 256  # queries of a piece of a tile on the diagonal
 HIDDEN = -1e30  # a score's, before scaling; finite, so that no difference of two is NaN
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
@@ -43,12 +44,18 @@ def head_slice(head: int, width: int) -> slice:
 
 
 def for_each_head(visit, sizes: Sizes, together: int):
-    """visit(head) for all; `together` at a time, for the scheduler to interleave."""
+    """visit(head) for all; `together` at a time, for the scheduler to interleave.
+
+    A visit may return a function that writes its results: it is called once all of those together
+    have read, since the compiler does not know that their rows differ.
+    """
     step = max(n for n in range(1, together + 1) if sizes.heads % n == 0)
 
     def some(n, _):
-        for offset in range(step):
-            visit(n * step + offset)
+        writes = [visit(n * step + offset) for offset in range(step)]
+        for write in writes:
+            if write is not None:
+                write()
         return 0
 
     lax.fori_loop(0, sizes.heads // step, some, 0)
@@ -98,69 +105,92 @@ def widened(column_NL, width: int):
 
 
 class Tile:
-    """Keys from `first_key` against queries of block `i` from lane `skip` on.
+    """Keys from `first_key` on against a strip of the queries of block `i`.
 
-    `crossing`: whether the diagonal runs through it. A tile beyond it holds visible pairs only.
+    `strip`: its lanes. `behind`: where the keys begin after the block's first query, known for
+    tiles that the diagonal crosses, else None: then every pair is visible.
     """
 
-    def __init__(self, sizes: Sizes, i, first_key, skip: int = 0, crossing: bool = False):
-        self.sizes = sizes
-        self.keys = span(first_key, sizes.keys)
-        self.lanes = slice(skip, sizes.queries)
-        self.shape = (sizes.keys, sizes.queries - skip)
-        self.crossing = crossing
-        self.skip = skip
+    def __init__(self, sizes: Sizes, i, first_key, strip: tuple[int, int], behind: int | None):
+        self.sizes, self.i, self.first_key, self.behind = sizes, i, first_key, behind
+        self.lanes = slice(*strip)
+        count = sizes.keys
+        if behind is not None:  # keys after the strip's last query are left out
+            count = min(count, strip[1] - behind)
+        self.keys = span(first_key, count)
+        self.rows = slice(0, count)
+        self.shape = (count, strip[1] - strip[0])
+        self.crossing = behind is not None and behind + count - 1 > strip[0]
         self.ahead = first_key - i * sizes.queries  # the first key's j − the block's first i
+
+    def strips(self) -> list:
+        """The tile itself; on the diagonal pieces of it, for each to leave out what it can."""
+        if self.behind is None:
+            return [self]
+        starts = range(self.lanes.start, self.lanes.stop, STRIP)
+        ends = (min(start + STRIP, self.lanes.stop) for start in starts)
+        pieces = zip(starts, ends, strict=True)
+        return [Tile(self.sizes, self.i, self.first_key, x, self.behind) for x in pieces]
 
     def distance(self):
         """i − j. [N, I]."""
         b, a = (lax.broadcasted_iota(jnp.int32, self.shape, axis) for axis in (0, 1))
-        return a - b + (self.skip - self.ahead)
+        return a - b + (self.lanes.start - self.ahead)
 
     def key_ahead(self):
         """j − the block's first i, the same in every lane. [N, L]."""
         b = lax.broadcasted_iota(jnp.int32, (self.shape[0], LANES), 0)
         return (b + self.ahead).astype(jnp.float32)
 
-    def common(self, refs, head=None):
-        """g·h with hidden pairs far below; None where nothing is to be added. [N, I]."""
-        sizes = self.sizes
-        common_NI = None
-        if sizes.diagonal == "shared":
-            common_NI = product(refs["h"][self.keys], refs["gT"][:, self.lanes], (1, 0), sizes)
-        elif sizes.diagonal == "per_head":
-            gT_DI = refs["gT"][head, :, self.lanes]
-            common_NI = product(refs["h"][self.keys], gT_DI, (1, 0), sizes)
-        return self.hide(common_NI, refs)
+    def diagonal(self, refs, head=None):
+        """h·gᵀ. [N, I]."""
+        gT_DI = refs["gT"][:, self.lanes] if head is None else refs["gT"][head, :, self.lanes]
+        return product(refs["h"][self.keys], gT_DI, (1, 0), self.sizes)
 
-    def hide(self, common_NI, refs):
-        visible_NI = None
-        if self.crossing:
-            visible_NI = self.distance() >= 0
+    def visible(self, refs):
+        """Which pairs are visible, None for all. [N, I]."""
+        visible_NI = self.distance() >= 0 if self.crossing else None
         if self.sizes.segments:
             keys_NI = widened(refs["segment_columns"][self.keys], self.shape[1])
             same_NI = keys_NI == refs["segments"][:, self.lanes]
             visible_NI = same_NI if visible_NI is None else visible_NI & same_NI
-        if visible_NI is None:
-            return common_NI
-        if common_NI is None:
-            common_NI = jnp.zeros(self.shape, jnp.float32)
-        return jnp.where(visible_NI, common_NI, HIDDEN)
+        return visible_NI
 
-    def scores(self, refs, head, common_NI):
+    def scores(self, refs, head):
         """s·log₂e without what depends on the query alone, `query_bias`. [N, I]."""
         sizes = self.sizes
-        kq_NI = product(refs["k"][head, self.keys], refs["qT"][head, :, self.lanes], (1, 0), sizes)
-        if common_NI is not None:
-            kq_NI = kq_NI + common_NI
-        scores_NI = kq_NI * (sizes.c * LOG2E)
+        s_NI = product(refs["k"][head, self.keys], refs["qT"][head, :, self.lanes], (1, 0), sizes)
+        if sizes.diagonal == "per_head":
+            s_NI = s_NI + self.diagonal(refs, head)
+        if self.shares:
+            s_NI = s_NI + refs["shared"][self.rows, self.lanes]
+        s_NI = s_NI * (sizes.c * LOG2E)
         if sizes.slopes:
             bias_NL = self.key_ahead() * (refs["slopes"][head] * LOG2E)
-            scores_NI = scores_NI + widened(bias_NL, self.shape[1])
+            s_NI = s_NI + widened(bias_NL, self.shape[1])
         if sizes.self_bias and self.crossing:
             beta = refs["self_bias"][head] * LOG2E
-            scores_NI = scores_NI + jnp.where(self.distance() == 0, beta, 0.0)
-        return scores_NI
+            s_NI = s_NI + jnp.where(self.distance() == 0, beta, 0.0)
+        return s_NI
+
+    @property
+    def shares(self) -> bool:
+        """Whether the heads share a part of the scores: the diagonal's, and what hides pairs."""
+        return self.crossing or self.sizes.segments or self.sizes.diagonal == "shared"
+
+
+def share_scores(strips: list, refs: dict):
+    """Writes what the heads share of each strip's scores."""
+    for strip in strips:
+        if not strip.shares:
+            continue
+        shared_NI = jnp.zeros(strip.shape, jnp.float32)
+        if strip.sizes.diagonal == "shared":
+            shared_NI = strip.diagonal(refs)
+        visible_NI = strip.visible(refs)
+        if visible_NI is not None:
+            shared_NI = jnp.where(visible_NI, shared_NI, HIDDEN)
+        refs["shared"][strip.rows, strip.lanes] = shared_NI
 
 
 def query_bias(slopes_ref, head, sizes: Sizes):
@@ -173,11 +203,10 @@ def for_each_tile(visit, i, sizes: Sizes):
     """visit(tile) for the tiles of query block i: whole ones, then those on the diagonal."""
 
     def whole(j, _):
-        visit(Tile(sizes, i, j * sizes.keys))
+        visit(Tile(sizes, i, j * sizes.keys, (0, sizes.queries), None))
         return 0
 
-    ratio = sizes.queries // sizes.keys
-    lax.fori_loop(0, i * ratio, whole, 0)
-    for n in range(ratio):
-        first_key = i * sizes.queries + n * sizes.keys
-        visit(Tile(sizes, i, first_key, skip=n * sizes.keys, crossing=True))
+    lax.fori_loop(0, i * (sizes.queries // sizes.keys), whole, 0)
+    for behind in range(0, sizes.queries, sizes.keys):
+        first_key = i * sizes.queries + behind
+        visit(Tile(sizes, i, first_key, (behind, sizes.queries), behind))
