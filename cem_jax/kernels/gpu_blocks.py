@@ -9,8 +9,9 @@ from cem_jax.kernels.gpu_shared import Product
 from cem_jax.kernels.gpu_tiles import SMALLEST, SQUARE, Task, lanes, square
 from cem_jax.kernels.inputs import Inputs, Plan
 
-# kernel: (queries, keys, warps, stages). Two programs fit on a multiprocessor together, so one's products
-# run beside the other's exponentials; tiles are long on the side that is kept, sparing the cache.
+# kernel: (queries, keys, warps, stages). Two programs fit on a multiprocessor together, so that the
+# products of one run beside the exponentials of the other; tiles are long on the side that is kept,
+# which spares the cache.
 HALF = {
     "forward": (128, 64, 4, 2),
     "forward, wide": (128, 32, 4, 2),
