@@ -2,6 +2,7 @@
 # make demo        prepare text, train a small model, evaluate it, sample from it: runs/demo/
 # make test        formatter, linter, tests
 # make test-all    the same on the oldest and the newest supported Python and JAX
+# make kernels     the fused kernels, every shape in the interpreter: slow
 # make lint, format, benchmarks, clean
 #
 # make install EXTRAS=dev,cuda     with CUDA; EXTRAS=dev,tpu on a TPU VM
@@ -15,7 +16,7 @@ NEWEST_JAX := jax==0.12.*
 # A worker a core; a file's tests stay together, since they share what is slow to make
 PYTEST := pytest -n auto --dist loadfile
 
-.PHONY: install demo test test-all lint format benchmarks clean
+.PHONY: install demo test test-all kernels lint format benchmarks clean
 
 install: .venv/installed
 
@@ -28,6 +29,9 @@ test: lint
 test-all: lint .venv-oldest/installed .venv-newest/installed
 	.venv-oldest/bin/python -m $(PYTEST)
 	.venv-newest/bin/python -m $(PYTEST)
+
+kernels: install
+	.venv/bin/python -m $(PYTEST) -m slow tests/kernels
 
 lint: install
 	.venv/bin/ruff format --check .
