@@ -14,7 +14,7 @@ from cem_jax.kernels.tpu_call import SCALARS, call, positions_first, working_set
 from cem_jax.kernels.tpu_plan import LANES, RESERVED_VMEM, sizes_of, vmem_capacity
 
 FORWARD_BLOCKS = (512, 512)
-BACKWARD_BLOCKS = (256, 256)
+BACKWARD_BLOCKS = (512, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 
 
