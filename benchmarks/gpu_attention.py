@@ -52,7 +52,7 @@ def minutes() -> float:
 
 
 def out_of_time() -> bool:
-    return time.perf_counter() - began > 60 * minutes()
+    return not TINY and time.perf_counter() - began > 60 * minutes()
 
 
 def draw(batch: int, positions: int, dim: int, heads: int, dtype) -> tuple[Inputs, tuple]:

@@ -21,7 +21,12 @@ HALF = {
     "sums": (64, 128, 8, 2),
     "sums, exact": (64, 64, 4, 2),
 }
-FULL = dict.fromkeys(HALF, (32, 32, 4, 2))
+# float32 products keep 24 bits, which the tensor cores do not: they take many registers.
+FULL = dict.fromkeys(HALF, (32, 32, 4, 2)) | {
+    "queries": (32, 32, 8, 2),
+    "keys": (16, 32, 8, 2),
+    "keys, values": (16, 32, 8, 2),
+}
 # product: (chunk of model dims, warps, stages)
 HALF_PRODUCTS = {"scores": (64, 8, 3), "sums": (128, 8, 3)}
 FULL_PRODUCTS = {"scores": (32, 8, 2), "sums": (64, 8, 2)}
