@@ -19,9 +19,10 @@ from jaxtyping import Array, Float, Int
 from cem_jax.kernels import readout, target_platform, weight_gradient
 from cem_jax.model import Transformer
 
-# Elements of a chunk's logits on one device. 64 MiB in float32 keep an accelerator busy; on CPU
-# 4 MiB stay in its caches, which takes up to a third off the time of one chunk of everything.
-_CHUNK_LOGITS, _CHUNK_LOGITS_CPU = 1 << 24, 1 << 20
+# Elements of a chunk's logits on one device. Each chunk reads the head and adds to its gradient,
+# so an accelerator gets few large ones, 256 MiB in float32; on CPU 4 MiB stay in its caches, which
+# takes up to a third off the time of one chunk of everything.
+_CHUNK_LOGITS, _CHUNK_LOGITS_CPU = 1 << 26, 1 << 20
 _CHUNK_ROWS = 256  # but at least so many positions at once, to keep the products efficient
 
 
