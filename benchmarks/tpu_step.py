@@ -79,11 +79,11 @@ def steps(count: int) -> dict:
     return {"model.attention.steps": count, "model.mlp.steps": count}
 
 
-def sizes(remat: str = "full") -> None:
-    head(f"training step, {SEQUENCES} sequences of 2048, bf16, remat {remat}")
+def sizes() -> None:
+    head(f"training step, {SEQUENCES} sequences of 2048, bf16, remat as shipped")
     for size in ("86m", "108m", "134m", "162m"):
         for kernel in ("auto", "blockwise"):
-            how = {"model.attention.implementation": kernel, "model.remat": remat}
+            how = {"model.attention.implementation": kernel}
             shown = "fused" if kernel == "auto" else kernel
             row(f"Llama {size}, {shown}", f"llama_{size}", how)
             for count in (1, 2):
