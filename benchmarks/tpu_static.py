@@ -28,6 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 SIZES = {"86m": (672, 8), "108m": (672, 12), "134m": (768, 12), "162m": (864, 12)}
 BATCH, POSITIONS = 8, 2048
+FORMS = {"temporaries": ".1f", "gigabytes": ".3f", "kilocycles": ".1f", "seconds": ".0f"}
 HANDFUL = 30  # bundles
 GRANULE = 32  # bytes: the unit of a DMA's size in the dump
 ENVIRONMENT = {
@@ -77,7 +78,7 @@ def row(topology: str, size: str, what: str) -> str:
         return f"| {topology} | {size} | {what} | does not compile: {reason[:200]} |"
     found = json.loads(done.stdout.splitlines()[-1])
     cells = [found["device"], size, what]
-    cells += [f"{found[n]:.1f}" for n in ("temporaries", "gigabytes", "kilocycles", "seconds")]
+    cells += [f"{found[n]:{form}}" for n, form in FORMS.items()]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -171,14 +172,14 @@ def kernels(what: str, heads: int, flat: dict, plan):
     """(module, sizes) of each kernel in the program."""
     import jax
 
-    from cem_jax.kernels import tpu, tpu_backward, tpu_forward
-    from cem_jax.kernels.tpu_plan import sizes_of
+    from cem_jax.kernels import tpu_backward, tpu_forward
+    from cem_jax.kernels.tpu_call import fitted
 
     inputs = jax.eval_shape(lambda flat: inputs_of(flat, heads), flat)
     if what in ("forward", "both"):
-        yield tpu_forward, sizes_of(inputs, plan, tpu.FORWARD_BLOCKS)
+        yield tpu_forward, fitted(tpu_forward, inputs, plan)
     if what in ("backward", "both"):
-        yield tpu_backward, sizes_of(inputs, plan, tpu.BACKWARD_BLOCKS)
+        yield tpu_backward, fitted(tpu_backward, inputs, plan)
 
 
 # What the dump says.

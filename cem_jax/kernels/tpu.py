@@ -10,17 +10,15 @@ zeros to whole blocks: no real query sees a padded key, and a padded query has n
 
 from cem_jax.kernels import tpu_backward, tpu_forward
 from cem_jax.kernels.inputs import Inputs, Plan
-from cem_jax.kernels.tpu_call import SCALARS, call, positions_first, working_set
-from cem_jax.kernels.tpu_plan import LANES, RESERVED_VMEM, sizes_of, vmem_capacity
+from cem_jax.kernels.tpu_call import SCALARS, call, fitted, needed, positions_first
+from cem_jax.kernels.tpu_plan import LANES, vmem_capacity
 
-FORWARD_BLOCKS = (512, 512)
-BACKWARD_BLOCKS = (512, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def forward(inputs: Inputs, plan: Plan):
     """lse [B, K, J], o [B, J, K, R], a [B, J, D] or None, in float32."""
-    sizes = sizes_of(inputs, plan, FORWARD_BLOCKS)
+    sizes = fitted(tpu_forward, inputs, plan)
     found = call(tpu_forward, sizes, plan.interpret, _computable(inputs, sizes)._asdict())
     o_BJKR = positions_first(found["o"], inputs.q.shape)
     a_BJD = positions_first(found["a"], inputs.h.shape) if sizes.exact else None
@@ -33,7 +31,7 @@ def backward(inputs: Inputs, plan: Plan, lse, o, a, cotangents) -> Inputs:
     `lse`, `o`, `a` are the forward's, `cotangents` theirs. `a` is not needed.
     """
     del a
-    sizes = sizes_of(inputs, plan, BACKWARD_BLOCKS)
+    sizes = fitted(tpu_backward, inputs, plan)
     arrays = _computable(inputs, sizes)._asdict() | dict(lse=lse, o=o)
     arrays |= dict(zip(("dlse", "do", "da"), cotangents, strict=True))
     found = call(tpu_backward, sizes, plan.interpret, arrays)
@@ -61,9 +59,8 @@ def obstacle(inputs: Inputs, plan: Plan) -> str | None:
                 f"block sizes for TPU are multiples of {LANES}, the query block one of the key "
                 f"block; got {plan.blocks}"
             )
-    kernels = ((tpu_forward, FORWARD_BLOCKS), (tpu_backward, BACKWARD_BLOCKS))
-    need = max(working_set(module, sizes_of(inputs, plan, x)) for module, x in kernels)
-    need, room = (need + RESERVED_VMEM) / 2**20, vmem_capacity() / 2**20
+    need = max(needed(x, fitted(x, inputs, plan)) for x in (tpu_forward, tpu_backward))
+    need, room = need / 2**20, vmem_capacity() / 2**20
     if need > room:
         return (
             f"{inputs.q.shape[1]} positions of this shape take {need:.0f} MiB of VMEM; "

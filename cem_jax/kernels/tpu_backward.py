@@ -32,6 +32,7 @@ from cem_jax.kernels.tpu_tiles import (
     span,
 )
 
+BLOCKS = ((512, 256), (256, 256), (128, 128))
 HEADS_TOGETHER = 2
 
 

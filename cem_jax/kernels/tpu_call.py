@@ -1,7 +1,8 @@
 """Calling a TPU kernel: its arrays in HBM, which block of each a program has, and what that takes.
 
 Arrays go by name. A kernel module has `kernel(inputs, outputs, kept, sizes=…)` on dicts of
-references, `arrays(sizes)`, the names of its inputs and outputs, and `scratch(sizes)`.
+references, `arrays(sizes)`, the names of its inputs and outputs, `scratch(sizes)`
+and BLOCKS, the (query, key) positions to try, best first.
 """
 
 from functools import partial
@@ -11,7 +12,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from cem_jax.kernels.tpu_plan import Sizes, padded_bytes, vmem_limit
+from cem_jax.kernels.inputs import Inputs, Plan
+from cem_jax.kernels.tpu_plan import (
+    RESERVED_VMEM,
+    Sizes,
+    padded_bytes,
+    sizes_of,
+    vmem_capacity,
+)
 
 SCALARS = ("slopes", "self_bias")  # read one by one, from SMEM
 ROWS = ("lse", "dlse", "segments")  # come with positions last already
@@ -62,7 +70,8 @@ def call(module, sizes: Sizes, interpret, arrays: dict) -> dict:
         },
         scratch_shapes=[{n: pltpu.VMEM(*kept) for n, kept in module.scratch(sizes).items()}],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit()
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_capacity() - RESERVED_VMEM // 2,
         ),
         interpret=interpret or False,
         name=module.__name__.rsplit(".", 1)[-1],
@@ -70,11 +79,21 @@ def call(module, sizes: Sizes, interpret, arrays: dict) -> dict:
     return run({name: _flat(name, arrays[name], sizes) for name in inputs})
 
 
-def working_set(module, sizes: Sizes) -> int:
-    """Bytes of VMEM: each block twice, to stream it, and what the kernel keeps."""
+def fitted(module, inputs: Inputs, plan: Plan) -> Sizes:
+    """With the kernel's first blocks that fit into the device, or its last."""
+    for blocks in module.BLOCKS:
+        sizes = sizes_of(inputs, plan, blocks)
+        if needed(module, sizes) <= vmem_capacity():
+            break
+    return sizes
+
+
+def needed(module, sizes: Sizes) -> int:
+    """Bytes of VMEM: each block twice, to stream it, what the kernel keeps, and the compiler's."""
     names = [name for part in module.arrays(sizes) for name in part if name not in SCALARS]
     blocks = sum(padded_bytes(_block(name, sizes), shape_of(name, sizes)[1]) for name in names)
-    return 2 * blocks + sum(padded_bytes(*kept) for kept in module.scratch(sizes).values())
+    kept = sum(padded_bytes(*x) for x in module.scratch(sizes).values())
+    return 2 * blocks + kept + RESERVED_VMEM
 
 
 def _flat(name: str, x, sizes: Sizes):

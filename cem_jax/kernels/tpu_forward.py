@@ -27,6 +27,7 @@ from cem_jax.kernels.tpu_tiles import (
     share_scores,
 )
 
+BLOCKS = ((512, 512), (256, 256), (128, 128))
 HEADS_TOGETHER = 2
 
 
