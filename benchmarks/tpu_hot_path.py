@@ -72,7 +72,7 @@ def cross_entropy() -> Part:
     def forward(x, head):
         targets = jnp.zeros((BATCH, POSITIONS), jnp.int32)
         weights = jnp.ones((BATCH, POSITIONS))
-        return _chunked_losses((0.0, chunk), x, head, targets, weights)[0]
+        return _chunked_losses((0.0, chunk, 1), x, head, targets, weights)[0]
 
     shapes = ((BATCH, POSITIONS, DIM), (VOCABULARY, DIM))
     chunks = -(-POSITIONS // chunk)

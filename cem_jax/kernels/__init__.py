@@ -28,6 +28,7 @@ from cem_jax.kernels.attention import (
 from cem_jax.kernels.cached import attend_cached
 from cem_jax.kernels.inputs import Inputs, Plan, number, validated
 from cem_jax.kernels.linear import project, readout, weight_gradient
+from cem_jax.kernels.partition import lay_out, split_in_use
 
 __all__ = [
     "FUSED_PLATFORMS",
@@ -36,9 +37,11 @@ __all__ = [
     "Unavailable",
     "attend",
     "attend_cached",
+    "lay_out",
     "log_partition",
     "project",
     "readout",
+    "split_in_use",
     "target_platform",
     "total_log_partition",
     "weight_gradient",

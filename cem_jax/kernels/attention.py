@@ -17,9 +17,15 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from cem_jax.kernels import blockwise, dense
+from cem_jax.kernels import blockwise, context, dense
 from cem_jax.kernels.inputs import Inputs, Plan
-from cem_jax.kernels.partition import backward_over_mesh, forward_over_mesh, share, split_in_use
+from cem_jax.kernels.partition import (
+    Split,
+    backward_over_mesh,
+    forward_over_mesh,
+    share,
+    split_in_use,
+)
 
 # "pallas" is the fused kernel of the platform that the program is compiled for
 IMPLEMENTATIONS = ("auto", "dense", "blockwise", "pallas")
@@ -27,6 +33,7 @@ IMPLEMENTATIONS = ("auto", "dense", "blockwise", "pallas")
 OUTPUT = "attention"
 FUSED_PLATFORMS = {"tpu": "tpu", "cuda": "gpu"}  # platform: module
 
+_OVER_MESH = {"forward": forward_over_mesh, "backward": backward_over_mesh}
 _log = logging.getLogger(__name__)
 
 
@@ -94,9 +101,12 @@ def _compute(implementation: str, plan: Plan, direction: str, inputs: Inputs, *r
 def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
     """The forward or the backward function, of the platform that the program is compiled for."""
     plain = partial(_run, blockwise, direction, _plain(plan))
+    demanded = implementation == "pallas"
+    split = split_in_use()
+    if split.places > 1:
+        return _over_positions(direction, plan, inputs, split, demanded)
     if implementation == "blockwise":
         return plain
-    demanded = implementation == "pallas"
     if plan.interpret:
         return _fused("tpu", direction, plan)
     target = target_platform()
@@ -121,6 +131,16 @@ def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
     return branches[target]
 
 
+def _over_positions(direction: str, plan: Plan, inputs: Inputs, split: Split, demanded: bool):
+    reason = context.obstacle(inputs.q.shape[1], split.places)
+    if reason is None and isinstance(part := share(inputs, split), str):
+        reason = part
+    if demanded or reason:
+        raise Unavailable(reason or "'pallas' cannot run: the mesh splits positions (mesh.context)")
+    run = partial(getattr(context, direction), axis=split.positions, devices=split.places)
+    return _OVER_MESH[direction](run, _plain(plan))
+
+
 def _by_platform(branches, plain, *arguments):
     return lax.platform_dependent(*arguments, default=plain, **branches)
 
@@ -131,8 +151,7 @@ def _run(module, direction: str, plan: Plan, inputs: Inputs, *rest):
 
 def _fused(name: str, direction: str, plan: Plan):
     module = import_module(f"cem_jax.kernels.{name}")
-    over_mesh = {"forward": forward_over_mesh, "backward": backward_over_mesh}[direction]
-    return over_mesh(getattr(module, direction), plan)
+    return _OVER_MESH[direction](getattr(module, direction), plan)
 
 
 def _obstacle(name: str, inputs: Inputs, plan: Plan) -> str | None:

@@ -27,6 +27,26 @@ from jax import lax
 from cem_jax.kernels.inputs import Inputs, Plan, accumulator
 
 
+class Window(NamedTuple):
+    """Queries that are some blocks of the sequence, in any order, against all of its keys."""
+
+    starts: jax.Array  # first position of each query block, [X]
+    tiles: jax.Array  # (query block, key block) of the tiles to visit, [·, 2]
+
+
+def whole(positions: int, blocks: tuple[int, int]) -> Window:
+    """All queries: every tile that holds a pair j ≤ i, rows in order."""
+    queries, keys = blocks
+    starts = np.arange(0, positions, queries, dtype=np.int32)
+    tiles = [
+        (x, y)
+        for x, start in enumerate(starts)
+        for y in range(-(-positions // keys))
+        if y * keys < start + queries
+    ]
+    return Window(starts, np.array(tiles, np.int32))
+
+
 class Blocked(NamedTuple):
     """Inputs cut into blocks, the block axis first."""
 
@@ -39,6 +59,7 @@ class Blocked(NamedTuple):
     self_bias: jax.Array | None  # [K]
     query_segments: jax.Array | None  # [X, B, 1, I]
     key_segments: jax.Array | None  # [Y, B, 1, N]
+    window: Window | None
 
 
 def default_blocks(positions: int) -> tuple[int, int]:
@@ -53,13 +74,14 @@ def _with_blocks(plan: Plan, inputs: Inputs) -> Plan:
 
 # Jitted, or each call outside a jit would compile its scans anew.
 @partial(jax.jit, static_argnums=1)
-def forward(inputs: Inputs, plan: Plan):
+def forward(inputs: Inputs, plan: Plan, window: Window | None = None):
     """lse [B, K, J], o [B, J, K, R] and a: None, [B, J, D] or [B, J, K, D] by `plan.context`.
 
-    In the accumulator's dtype (float32 or float64).
+    In the accumulator's dtype (float32 or float64). With a `window`, q and g are its queries and
+    the plan says its blocks, which divide them.
     """
     plan = _with_blocks(plan, inputs)
-    blocked = _cut(inputs, plan)
+    blocked = _cut(inputs, plan, window)
     lse_XBKI, o_XBKIR = _sweep_forward(blocked, plan)
     positions = inputs.q.shape[1]
     lse_BKJ = _join_heads_first(lse_XBKI, positions)
@@ -73,12 +95,14 @@ def forward(inputs: Inputs, plan: Plan):
 
 
 @partial(jax.jit, static_argnums=1)
-def backward(inputs: Inputs, plan: Plan, lse_BKJ, o_BJKR, a, cotangents) -> Inputs:
+def backward(
+    inputs: Inputs, plan: Plan, lse_BKJ, o_BJKR, a, cotangents, window: Window | None = None
+) -> Inputs:
     """The gradients of `inputs` from those of (lse, o, a), whose values are given too."""
     dlse_BKJ, do_BJKR, da = cotangents
     plan = _with_blocks(plan, inputs)
     block = plan.blocks[0]
-    blocked = _cut(inputs, plan)
+    blocked = _cut(inputs, plan, window)
     # exp(s − ∞) = 0: the rows that padding added take no part
     lse_XBKI = _cut_heads_first(lse_BKJ, block, padding=jnp.inf)
     # rounded first: do·k − do·o of a row that sees one key is then 0 in low precision too
@@ -107,7 +131,7 @@ def _scores(blocked: Blocked, x, y, plan: Plan):
     if blocked.g is not None:
         s_BKIN += _product("bgid,bnd->bgin", blocked.g[x], blocked.h[y][:, 0])
     s_BKIN *= 1.0 / plan.tau
-    distance_IN = _distance(x, y, plan)
+    distance_IN = _distance(blocked, x, y, plan)
     bias_KIN = jnp.zeros((1, 1, 1), dtype)
     if blocked.slopes is not None:
         bias_KIN = bias_KIN - blocked.slopes.astype(dtype)[:, None, None] * distance_IN[None]
@@ -125,10 +149,10 @@ def _probabilities(blocked: Blocked, lse_XBKI, x, y, plan: Plan):
     return jnp.exp(_scores(blocked, x, y, plan) - lse_XBKI[x][..., None])
 
 
-def _distance(x, y, plan: Plan):
+def _distance(blocked: Blocked, x, y, plan: Plan):
     """i − j over a tile. [I, N]."""
     queries, keys = plan.blocks
-    i = x * queries + jnp.arange(queries)
+    i = jnp.asarray(blocked.window.starts)[x] + jnp.arange(queries)
     j = y * keys + jnp.arange(keys)
     return i[:, None] - j[None, :]
 
@@ -140,17 +164,10 @@ def _product(subscripts, a, b):
 # The sweeps.
 
 
-def _sweep(visit, carry, blocked: Blocked, plan: Plan):
-    """Carry through every tile that holds a pair j ≤ i, rows in order."""
-    queries, keys = plan.blocks
-    tiles = [
-        (x, y)
-        for x in range(blocked.q.shape[0])
-        for y in range(blocked.k.shape[0])
-        if y * keys < (x + 1) * queries
-    ]
+def _sweep(visit, carry, blocked: Blocked):
+    """Carry through the tiles."""
     step = lambda carry, tile: (visit(carry, tile[0], tile[1]), None)
-    return lax.scan(step, carry, np.array(tiles, np.int32))[0]
+    return lax.scan(step, carry, blocked.window.tiles)[0]
 
 
 def _sweep_forward(blocked: Blocked, plan: Plan):
@@ -177,7 +194,7 @@ def _sweep_forward(blocked: Blocked, plan: Plan):
         jnp.zeros(rows, dtype),
         jnp.zeros(blocked.q.shape, dtype),
     )
-    peak, total, o = _sweep(visit, start, blocked, plan)
+    peak, total, o = _sweep(visit, start, blocked)
     return peak + jnp.log(total), o / total[..., None]
 
 
@@ -193,7 +210,7 @@ def _sweep_context(blocked: Blocked, lse_XBKI, plan: Plan):
         return a.at[x].add(_product("bcin,bnd->bcid", p_BCIN, blocked.h[y][:, 0]))
 
     start = jnp.zeros((rows[0], rows[1], heads, rows[3], model_dim), lse_XBKI.dtype)
-    return _sweep(visit, start, blocked, plan)
+    return _sweep(visit, start, blocked)
 
 
 def _sweep_delta(blocked: Blocked, lse_XBKI, e_XBCID, plan: Plan):
@@ -204,7 +221,7 @@ def _sweep_delta(blocked: Blocked, lse_XBKI, e_XBCID, plan: Plan):
         e_BCIN = _product("bcid,bnd->bcin", e_XBCID[x], blocked.h[y][:, 0])
         return delta.at[x].add((p_BKIN * e_BCIN).sum(-1))
 
-    return _sweep(visit, jnp.zeros_like(lse_XBKI), blocked, plan)
+    return _sweep(visit, jnp.zeros_like(lse_XBKI), blocked)
 
 
 def _sweep_backward(blocked: Blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, plan: Plan):
@@ -219,7 +236,7 @@ def _sweep_backward(blocked: Blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, p
         if e_XBCID is not None:
             dp += _product("bcid,bnd->bcin", e_XBCID[x], blocked.h[y][:, 0])
         ds = p * (dp - delta_XBKI[x][..., None])
-        grads = _add_bias_gradients(grads, ds, x, y, plan)
+        grads = _add_bias_gradients(grads, ds, _distance(blocked, x, y, plan))
         scaled = c * ds
         ds, p_low = scaled.astype(q.dtype), p.astype(q.dtype)
         dk = _product("bkin,bkir->bknr", ds, q)
@@ -244,16 +261,15 @@ def _sweep_backward(blocked: Blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, p
             h=grads.h.at[y].add(dh[:, None]),
         )
 
-    segments = dict(query_segments=None, key_segments=None)
-    start = jax.tree.map(lambda t: jnp.zeros(t.shape, dtype), blocked._replace(**segments))
-    return _sweep(visit, start, blocked, plan)
+    fixed = dict(query_segments=None, key_segments=None, window=None)
+    start = jax.tree.map(lambda t: jnp.zeros(t.shape, dtype), blocked._replace(**fixed))
+    return _sweep(visit, start, blocked)
 
 
-def _add_bias_gradients(grads: Blocked, ds_BKIN, x, y, plan: Plan) -> Blocked:
+def _add_bias_gradients(grads: Blocked, ds_BKIN, distance_IN) -> Blocked:
     if grads.slopes is None and grads.self_bias is None:
         return grads
     ds_KIN = ds_BKIN.sum(0)
-    distance_IN = _distance(x, y, plan)
     if grads.slopes is not None:
         grads = grads._replace(slopes=grads.slopes - (ds_KIN * distance_IN[None]).sum((1, 2)))
     if grads.self_bias is not None:
@@ -271,15 +287,20 @@ def _share(t_BKIN, heads: int):
 # sees a padded key.
 
 
-def _cut(inputs: Inputs, plan: Plan) -> Blocked:
+def _cut(inputs: Inputs, plan: Plan, window: Window | None) -> Blocked:
     queries, keys = plan.blocks
     g, h, segments = inputs.g, inputs.h, inputs.segments
+    if window is None:
+        window = whole(inputs.q.shape[1], plan.blocks)
     if g is not None:
         g = _cut_positions(g if g.ndim == 4 else g[:, :, None], queries)
         h = _cut_positions(h[:, :, None], keys)
-    cut_segments = lambda size: (
-        None if segments is None else _cut_heads_first(segments[:, None], size, padding=-1)
-    )
+    query_segments = key_segments = None
+    if segments is not None:
+        positions_XI = window.starts[:, None] + np.arange(queries)[None]
+        taken_BXI = jnp.take(segments, positions_XI, axis=1, mode="fill", fill_value=-1)
+        query_segments = taken_BXI.transpose(1, 0, 2)[:, :, None]
+        key_segments = _cut_heads_first(segments[:, None], keys, padding=-1)
     return Blocked(
         _cut_positions(inputs.q, queries),
         _cut_positions(inputs.k, keys),
@@ -288,8 +309,9 @@ def _cut(inputs: Inputs, plan: Plan) -> Blocked:
         h,
         inputs.slopes,
         inputs.self_bias,
-        cut_segments(queries),
-        cut_segments(keys),
+        query_segments,
+        key_segments,
+        window,
     )
 
 
@@ -323,13 +345,13 @@ def _join_heads_first(x_XBKI, positions: int):
 
 
 def _uncut_gradients(grads: Blocked, inputs: Inputs) -> Inputs:
-    positions = inputs.q.shape[1]
+    queries, keys = inputs.q.shape[1], inputs.k.shape[1]
     joined = Inputs(
-        _join(grads.q, positions),
-        _join(grads.k, positions),
-        None if grads.v is None else _join(grads.v, positions),
-        None if grads.g is None else _join(grads.g, positions).reshape(inputs.g.shape),
-        None if grads.h is None else _join(grads.h, positions).reshape(inputs.h.shape),
+        _join(grads.q, queries),
+        _join(grads.k, keys),
+        None if grads.v is None else _join(grads.v, keys),
+        None if grads.g is None else _join(grads.g, queries).reshape(inputs.g.shape),
+        None if grads.h is None else _join(grads.h, keys).reshape(inputs.h.shape),
         grads.slopes,
         grads.self_bias,
         None,

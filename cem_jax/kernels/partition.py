@@ -21,15 +21,18 @@ from cem_jax.kernels.inputs import Inputs, Plan
 
 BATCH_AXES = ("data", "fsdp")
 HEAD_AXES = ("tensor",)
+POSITION_AXES = ("context",)
 
 
 class Split(NamedTuple):
-    """The axes of the mesh in use that split rows and heads."""
+    """The axes of the mesh in use that split rows, heads and positions, each with its size."""
 
     batch: tuple[str, ...]
     heads: tuple[str, ...]
-    rows: int  # into how many parts
+    positions: tuple[str, ...]
+    rows: int
     columns: int
+    places: int
 
 
 def split_in_use() -> Split:
@@ -40,23 +43,33 @@ def split_in_use() -> Split:
         for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
         if size > 1 and kind != AxisType.Manual
     }
-    batch = tuple(axis for axis in BATCH_AXES if axis in sizes)
-    heads = tuple(axis for axis in HEAD_AXES if axis in sizes)
-    count = lambda axes: math.prod(sizes[axis] for axis in axes)
-    return Split(batch, heads, count(batch), count(heads))
+    found = [
+        tuple(axis for axis in axes if axis in sizes)
+        for axes in (BATCH_AXES, HEAD_AXES, POSITION_AXES)
+    ]
+    return Split(*found, *(math.prod(sizes[axis] for axis in axes) for axes in found))
+
+
+def lay_out(x: jax.Array, *dims: str | None) -> jax.Array:
+    """`x` split as `dims` ("rows", "positions", "heads" or None) say, if the mesh in use does."""
+    split = split_in_use()
+    if split.rows == split.columns == split.places == 1:
+        return x
+    return lax.with_sharding_constraint(x, _spec(dims, split))
 
 
 def share(inputs: Inputs, split: Split) -> Inputs | str:
     """Shapes of one device's part of `inputs`, or what does not divide."""
-    batch, _, heads, _ = inputs.q.shape
+    batch, positions, heads, _ = inputs.q.shape
     for what, size, ways, axes in (
         ("sequences", batch, split.rows, split.batch),
         ("heads", heads, split.columns, split.heads),
+        ("positions", positions, split.places, split.positions),
     ):
         if size % ways:
             return f"{size} {what} do not divide over the {ways} devices of {' × '.join(axes)}"
 
-    ways = {"rows": split.rows, "heads": split.columns, None: 1}
+    ways = {"rows": split.rows, "heads": split.columns, "positions": split.places, None: 1}
 
     def part(x, dims):
         dims = (*dims, *[None] * (x.ndim - len(dims)))
@@ -67,17 +80,19 @@ def share(inputs: Inputs, split: Split) -> Inputs | str:
     return Inputs(*(None if x is None else part(x, dims) for x, dims in pairs))
 
 
-# What is split of each array's leading dimensions.
-_ROWS, _HEADS, _BOTH = ("rows",), ("heads",), ("rows", None, "heads")
+# What is split of each array's leading dimensions. Keys are whole on every device.
+_ROWS, _HEADS, _KEYS = ("rows",), ("heads",), ("rows", None, "heads")
+_ROWS_PLACED, _PLACED = ("rows", "positions"), ("rows", "positions", "heads")
 
 
 def _input_dims(inputs: Inputs) -> Inputs:
     per_head = inputs.g is not None and inputs.g.ndim == inputs.q.ndim
-    return Inputs(_BOTH, _BOTH, _BOTH, _BOTH if per_head else _ROWS, _ROWS, _HEADS, _HEADS, _ROWS)
+    g = _PLACED if per_head else _ROWS_PLACED
+    return Inputs(_PLACED, _KEYS, _KEYS, g, _ROWS, _HEADS, _HEADS, _ROWS)
 
 
 def _spec(dims, split: Split) -> P:
-    axes = {"rows": split.batch, "heads": split.heads, None: ()}
+    axes = {"rows": split.batch, "heads": split.heads, "positions": split.positions, None: ()}
     return P(*(axes[dim] or None for dim in dims))
 
 
@@ -87,8 +102,20 @@ def _input_specs(inputs: Inputs, split: Split) -> Inputs:
 
 
 def _output_specs(plan: Plan, split: Split):
-    a = {"none": (), "summed": _ROWS, "per_head": _BOTH}[plan.context]
-    return tuple(_spec(dims, split) for dims in (("rows", "heads"), _BOTH, a))
+    a = {"none": (), "summed": _ROWS_PLACED, "per_head": _PLACED}[plan.context]
+    return tuple(_spec(dims, split) for dims in (("rows", "heads", "positions"), _PLACED, a))
+
+
+def _gradient_specs(inputs: Inputs, split: Split) -> Inputs:
+    """Those of the inputs, but keys' gradients come summed, each device with its positions."""
+    specs = _input_specs(inputs, split)
+    placed = lambda spec, dims: None if spec is None else _spec(dims, split)
+    return specs._replace(
+        k=placed(specs.k, _PLACED),
+        v=placed(specs.v, _PLACED),
+        h=placed(specs.h, _ROWS_PLACED),
+        segments=None,
+    )
 
 
 def _sum(x, axes: tuple[str, ...]):
@@ -101,7 +128,7 @@ def _sum(x, axes: tuple[str, ...]):
 def forward_over_mesh(forward, plan: Plan):
     """`forward(inputs, plan)` on each device's part."""
     split = split_in_use()
-    if split.rows == split.columns == 1:
+    if split.rows == split.columns == split.places == 1:
         return lambda inputs: forward(inputs, plan)
 
     def local(inputs):
@@ -119,7 +146,7 @@ def forward_over_mesh(forward, plan: Plan):
 def backward_over_mesh(backward, plan: Plan):
     """`backward(inputs, plan, …)` on each device's part, with the sums between devices."""
     split = split_in_use()
-    if split.rows == split.columns == 1:
+    if split.rows == split.columns == split.places == 1:
         return lambda inputs, *rest: backward(inputs, plan, *rest)
 
     def local(inputs, *rest):
@@ -134,11 +161,10 @@ def backward_over_mesh(backward, plan: Plan):
 
     def mapped(inputs, lse, o, a, cotangents):
         outputs = _output_specs(plan, split)
-        specs = _input_specs(inputs, split)
         return jax.shard_map(
             local,
-            in_specs=(specs, *outputs, outputs),
-            out_specs=specs._replace(segments=None),
+            in_specs=(_input_specs(inputs, split), *outputs, outputs),
+            out_specs=_gradient_specs(inputs, split),
             check_vma=False,
         )(inputs, lse, o, a, cotangents)
 

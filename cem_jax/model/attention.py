@@ -21,6 +21,7 @@ from cem_jax.energy.interaction import (
     force_on_state,
     heads_apart,
 )
+from cem_jax.kernels import lay_out
 from cem_jax.model.parameters import constant, matrix, preconditioner
 from cem_jax.model.sublayer import CEMSublayer, positions_of
 
@@ -72,7 +73,12 @@ class CEMAttention(CEMSublayer):
             segments=segments,
             **self._biases(),
         )
-        return self._frame(context)
+        # Where the mesh splits positions, keys and h are gathered here, once for all T steps; keys
+        # once each device has made its own.
+        k = lay_out(context.k, "rows", "positions", "heads")
+        k = lay_out(k, "rows", None, "heads")
+        h = None if context.h is None else lay_out(context.h, "rows")
+        return self._frame(context._replace(k=k, h=h))
 
     def force(self, u: Float[Array, "*B J D"], frame: Frame) -> Float[Array, "*B J D"]:
         """F(u) = Σ_k P_k(W^Q_kᵀ o_k [ + d_k ∘ a_k ]) (Eq. 14)."""

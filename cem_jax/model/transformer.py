@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from cem_jax.config import ModelConfig
 from cem_jax.energy import rms_norm
-from cem_jax.kernels import OUTPUT, project
+from cem_jax.kernels import OUTPUT, lay_out, project
 from cem_jax.model.attention import CEMAttention
 from cem_jax.model.llama import GatedMLP, LlamaAttention
 from cem_jax.model.mlp import CEMMLP
@@ -72,9 +72,10 @@ class Transformer(nnx.Module):
         graph, layers = nnx.split(self.blocks)
 
         def apply(x, layer):
-            return nnx.merge(graph, layer)(x, segments, **steps), None
+            x = nnx.merge(graph, layer)(x, segments, **steps)
+            return lay_out(x, "rows", "positions"), None
 
-        x = self.embed(tokens, dtype)
+        x = lay_out(self.embed(tokens, dtype), "rows", "positions")
         x = _over_layers(_rematerialised(apply, self.config), x, layers, self.config)[0]
         return rms_norm(x, self.norm[...], self.config.norm_eps)
 

@@ -190,15 +190,19 @@ def validate(
             ways = 1
             for axis in split:
                 ways *= mesh.shape[axis]
+            # attention gives each device an early and a late chunk: equal causal work
+            chunks = 2 if name == "data.context" and ways > 1 else 1
+            ways *= chunks
             if size % ways:
                 where = f"{name} dimension {index} ({axes[index]})" if name in parameters else name
-                faults.append(f"{where} = {size} {_advice(mesh, split, size, ways)}")
+                faults.append(f"{where} = {size} {_advice(mesh, split, size, ways, chunks)}")
     if faults:
         raise UserError(*faults)
 
 
-def _advice(mesh: Mesh, split: tuple[str, ...], size: int, ways: int) -> str:
+def _advice(mesh: Mesh, split: tuple[str, ...], size: int, ways: int, chunks: int) -> str:
     below = size // ways * ways
     near = f"{below} and {below + ways}" if below else f"{ways}"
     over = " × ".join(f"mesh.{axis} = {mesh.shape[axis]}" for axis in split)
+    over += f" × {chunks} chunks each" if chunks > 1 else ""
     return f"does not divide over {over}; nearest that do: {near}"

@@ -4,8 +4,8 @@ The gradient p − onehot is linear in the loss's own, a number, so the pass tha
 computes the gradient too, while a chunk's logits are at hand: three products with the head, as
 without chunks, and nothing to keep for later but gradients.
 
-Shapes: B sequences · J positions (T = J+1 tokens) · C positions of a chunk · N chunks ·
-D model dim · V vocabulary.
+Shapes: B sequences · J positions (T = J+1 tokens) · N chunks · C positions of a chunk, on each of
+the P devices that positions are split over · D model dim · V vocabulary.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels import readout, target_platform, weight_gradient
+from cem_jax.kernels import readout, split_in_use, target_platform, weight_gradient
 from cem_jax.model import Transformer
 
 # Elements of a chunk's logits on one device. Each chunk reads the head and adds to its gradient,
@@ -71,33 +71,37 @@ def sum_of_losses(
         weights = jnp.ones(targets_BJ.shape, sum_dtype)
     weights_BJ = lax.stop_gradient(weights.astype(sum_dtype))
     head_VD = model.head_weight()
-    chunk = _chunk_length(*targets_BJ.shape, len(head_VD), shards)
-    total, z = _chunked_losses((z_loss, chunk), x_BJD, head_VD, targets_BJ, weights_BJ)
+    places = split_in_use().places
+    chunk = _chunk_length(*targets_BJ.shape, len(head_VD), shards * places, places)
+    total, z = _chunked_losses((z_loss, chunk, places), x_BJD, head_VD, targets_BJ, weights_BJ)
     return Losses(total, lax.stop_gradient(z), weights_BJ.sum())
 
 
-def _chunk_length(batch: int, positions: int, vocabulary: int, shards: int) -> int:
-    """Positions of a chunk, the same for every chunk but for the last one's padding."""
+def _chunk_length(batch: int, positions: int, vocabulary: int, shards: int, places: int = 1) -> int:
+    """Positions of a chunk, the same for every chunk but for the last one's padding.
+
+    `places`: devices that positions are split over; each has an equal part of every chunk.
+    """
     limit = _CHUNK_LOGITS_CPU if target_platform() == "cpu" else _CHUNK_LOGITS
     rows = max(_CHUNK_ROWS, limit // vocabulary) * shards
     chunks = -(-positions // max(1, rows // batch))
-    return -(-positions // chunks)
+    return -(-positions // (chunks * places)) * places
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_losses(static, x_BJD, head_VD, targets_BJ, weights_BJ):
-    z_loss, chunk = static
+    z_loss, chunk, places = static
 
     def add(sums, chunk_inputs):
         nats_BC, z_BC, _ = _losses(z_loss, head_VD, *chunk_inputs)
         return (sums[0] + (nats_BC + z_BC).sum(), sums[1] + z_BC.sum()), None
 
     zero = jnp.zeros((), weights_BJ.dtype)
-    return _over_chunks(add, (zero, zero), chunk, x_BJD, targets_BJ, weights_BJ)[0]
+    return _over_chunks(add, (zero, zero), chunk, places, x_BJD, targets_BJ, weights_BJ)[0]
 
 
 def _losses_and_gradients(static, x_BJD, head_VD, targets_BJ, weights_BJ):
-    z_loss, chunk = static
+    z_loss, chunk, places = static
 
     def add(carry, chunk_inputs):
         total, z, head_bar_VD = carry
@@ -119,7 +123,7 @@ def _losses_and_gradients(static, x_BJD, head_VD, targets_BJ, weights_BJ):
 
     zero = jnp.zeros((), weights_BJ.dtype)
     carry = (zero, zero, jnp.zeros_like(head_VD))
-    carry, x_bar_BJD = _over_chunks(add, carry, chunk, x_BJD, targets_BJ, weights_BJ)
+    carry, x_bar_BJD = _over_chunks(add, carry, chunk, places, x_BJD, targets_BJ, weights_BJ)
     total, z, head_bar_VD = carry
     return (total, z), (x_bar_BJD, head_bar_VD)
 
@@ -157,24 +161,29 @@ def _losses(z_loss, head_VD, x_BCD, targets_BC, weights_BC) -> tuple[Array, Arra
     return nats_BC, weights_BC * z_loss * log_z_BC**2, _Softmax(exp_BCV, sum_BC, log_z_BC)
 
 
-def _over_chunks(add, carry, chunk, *inputs):
-    """scan `add` over chunks of the inputs' axis 1, and its outputs joined; no loop for one."""
+def _over_chunks(add, carry, chunk, places, *inputs):
+    """scan `add` over chunks of the inputs' axis 1, and its outputs joined; no loop for one.
+
+    A chunk is a piece of each device's positions, P·C in all: no device has a chunk to itself.
+    """
     positions = inputs[0].shape[1]
     if chunk == positions:
         return add(carry, inputs)
-    count = -(-positions // chunk)
+    piece, count = chunk // places, -(-positions // chunk)
 
     def split(a_BJ):
         padding = [(0, 0)] * a_BJ.ndim
         padding[1] = (0, count * chunk - positions)
         a_BJ = jnp.pad(a_BJ, padding)
-        a_BNC = a_BJ.reshape(a_BJ.shape[0], count, chunk, *a_BJ.shape[2:])
-        return jnp.moveaxis(a_BNC, 1, 0)
+        a_BPNC = a_BJ.reshape(a_BJ.shape[0], places, count, piece, *a_BJ.shape[2:])
+        a_NBPC = jnp.moveaxis(a_BPNC, 2, 0)
+        return a_NBPC.reshape(count, a_BJ.shape[0], chunk, *a_BJ.shape[2:])
 
     carry, outputs_NBC = lax.scan(add, carry, jax.tree.map(split, inputs))
 
     def join(a_NBC):
-        a_BNC = jnp.moveaxis(a_NBC, 0, 1)
-        return a_BNC.reshape(a_BNC.shape[0], -1, *a_BNC.shape[3:])[:, :positions]
+        a_NBPC = a_NBC.reshape(count, a_NBC.shape[1], places, piece, *a_NBC.shape[3:])
+        a_BPNC = jnp.moveaxis(a_NBPC, 0, 2)
+        return a_BPNC.reshape(a_NBC.shape[1], -1, *a_NBC.shape[3:])[:, :positions]
 
     return carry, jax.tree.map(join, outputs_NBC)

@@ -109,7 +109,8 @@ def test_what_does_not_divide_is_named_all_at_once():
     assert error.value.messages == (
         "train.global_batch = 12 does not divide over mesh.data = 2 × mesh.fsdp = 4; "
         "nearest that do: 8 and 16",
-        "data.context = 7 does not divide over mesh.context = 2; nearest that do: 6 and 8",
+        "data.context = 7 does not divide over mesh.context = 2 × 2 chunks each; nearest that do: "
+        "4 and 8",
         "train.microbatch = 4 does not divide over mesh.data = 2 × mesh.fsdp = 4; "
         "nearest that do: 8",
         "embedding dimension 0 (vocab) = 17 does not divide over mesh.tensor = 4; "

@@ -131,3 +131,26 @@ def test_chunks_follow_the_devices_that_share_the_rows():
     one = loss._chunk_length(64, 1024, 32000, 1)
     assert one * 64 >= loss._CHUNK_ROWS
     assert loss._chunk_length(64, 1024, 32000, 8) == 8 * one
+
+
+@pytest.mark.parametrize("places", [2, 4])
+def test_chunks_of_split_positions_take_a_piece_of_each_device(places, monkeypatch):
+    monkeypatch.setattr(loss, "_CHUNK_LOGITS_CPU", 0)
+    monkeypatch.setattr(loss, "_CHUNK_ROWS", 2)
+    chunk = loss._chunk_length(3, 24, 7, 4, places)
+    assert chunk % places == 0 and chunk < 24
+    rng = np.random.default_rng(0)
+    x, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 24, 5), (7, 5)))
+    targets, weights = jnp.asarray(rng.integers(0, 7, (3, 24))), jnp.ones((3, 24))
+    f = lambda c, p: jax.value_and_grad(
+        lambda x, h: loss._chunked_losses((0.1, c, p), x, h, targets, weights)[0], (0, 1)
+    )(x, head)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
+        f(chunk, places),
+        f(24, 1),
+    )
+    seen = []
+    positions = jnp.broadcast_to(jnp.arange(24)[None], (3, 24))
+    loss._over_chunks(lambda c, x: (c, seen.append(x[0].shape)), None, chunk, places, positions)
+    assert seen == [(3, chunk)]

@@ -134,7 +134,8 @@ def test_a_view_of_the_future(monkeypatch, fresh_caches):
     from cem_jax.kernels import blockwise
 
     distance = blockwise._distance
-    monkeypatch.setattr(blockwise, "_distance", lambda x, y, plan: distance(x, y, plan) + 1)
+    shifted = lambda blocked, x, y, plan: distance(blocked, x, y, plan) + 1
+    monkeypatch.setattr(blockwise, "_distance", shifted)
     case = small(**{"model.attention.implementation": "blockwise"})
     broken = failing(whole.whole_rows(case))
     assert "causality: gradient from the future" in broken
