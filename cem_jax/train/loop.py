@@ -1,9 +1,11 @@
 """`cem train`: the loop around the step, from the first batch or the newest checkpoint to the last.
 
 The device is kept ahead of the host: a step is dispatched before the one before it is read.
+With several processes all run this loop in step; the first one alone writes and reports.
 """
 
 import base64
+import io
 import math
 import signal
 import sys
@@ -17,19 +19,30 @@ import jax
 
 from cem_jax.config import Config, load_config
 from cem_jax.errors import RunFailed, UserError
+from cem_jax.parallel import distributed
+from cem_jax.parallel.cluster import find_cluster
 from cem_jax.parallel.mesh import in_mesh
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.flops import mfu, training_flops_per_token
-from cem_jax.train.metrics import MetricsWriter
+from cem_jax.train.metrics import MetricsWriter, SilentMetrics
 from cem_jax.train.progress import Progress
-from cem_jax.train.rundir import check_same_run, with_absolute_paths, write_run_files
-from cem_jax.train.setup import Setup, fresh_state, place_batch, prepare_run
-from cem_jax.train.step import StepMetrics, TrainState, make_train_step
+from cem_jax.train.rundir import (
+    agreed_facts,
+    check_same_run,
+    with_absolute_paths,
+    write_run_files,
+)
+from cem_jax.train.setup import Setup, fresh_state, jitted_step, place_batch, prepare_run
+from cem_jax.train.step import StepMetrics, TrainState
 
 
-def run(args) -> dict[str, Any]:
-    """`cem train`."""
-    return train(load_config(args.config, args.overrides), Path(args.workdir))
+def run(args) -> dict[str, Any] | None:
+    """`cem train`. None in all processes but the first."""
+    config = load_config(args.config, args.overrides)
+    cluster = find_cluster(args.coordinator, args.processes, args.process)
+    with distributed.joined(cluster, config.train.stall_minutes):
+        result = train(config, Path(args.workdir))
+        return result if distributed.is_first() else None
 
 
 def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
@@ -38,28 +51,43 @@ def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
     Continues a run that `workdir` holds. Raises UserError, before anything is written, for what the
     user got wrong; RunFailed when the run cannot go on.
     """
-    stream = stream or sys.stderr
+    stream = stream or (sys.stderr if distributed.is_first() else _Nowhere())
     config = with_absolute_paths(config)
     setup = prepare_run(config)
     check_same_run(workdir, config)
     total = config.total_steps
     keep = dict(keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best)
     with Checkpointer(workdir / "checkpoints", **keep) as checkpointer:
+        fingerprint = setup.mixture.fingerprint
+        distributed.agree(agreed_facts(config, fingerprint, checkpointer.latest_step()))
         state, extra = _start(setup, checkpointer)
         start = int(state.step)
         if start >= total:
             print(f"finished: {workdir} is at step {start} of {total}", file=stream)
             return _result(start, extra.get("loss"), checkpointer)
-        write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
-        with MetricsWriter(
-            workdir, tensorboard=config.log.tensorboard, resume_step=start
-        ) as metrics:
+        if distributed.is_first():
+            write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
+        distributed.await_file(workdir / "config.json")
+        with _metrics(workdir, config, start) as metrics:
             loop = _Loop(setup, workdir, checkpointer, metrics, stream, extra.get("loss"))
             loop.announce(start)
             with _stopping_signals() as stop:
                 loss = loop.run(state, start, stop)
         checkpointer.wait()
         return _result(total, loss, checkpointer)
+
+
+class _Nowhere(io.TextIOBase):
+    """Takes the progress lines of the processes that report none."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def _metrics(workdir: Path, config: Config, start: int) -> MetricsWriter | SilentMetrics:
+    if not distributed.is_first():
+        return SilentMetrics()
+    return MetricsWriter(workdir, tensorboard=config.log.tensorboard, resume_step=start)
 
 
 def _start(setup: Setup, checkpointer: Checkpointer) -> tuple[TrainState, dict[str, Any]]:
@@ -98,25 +126,18 @@ class _Loop:
         self.progress = Progress(self.total, config.tokens_per_step, stream)
         self.rate = self.progress.rate
         self.last_save = time.monotonic()
-        shards = setup.mesh.shape["data"] * setup.mesh.shape["fsdp"]
-        step = make_train_step(config, self.total, shards)
-        self.step = in_mesh(
-            setup.mesh,
-            jax.jit(
-                step,
-                donate_argnums=0,
-                out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, setup.state), None),
-            ),
-        )
+        self.wishes = distributed.Wishes(setup.mesh)
+        step = jitted_step(config, setup.mesh, setup.state, self.total)
+        self.step = in_mesh(setup.mesh, step)
 
     def announce(self, start: int) -> None:
-        devices = jax.device_count()
+        devices, count = jax.device_count(), distributed.processes()
         kind = jax.devices()[0].device_kind
         what = f"resuming at step {start}" if start else "starting"
         self.progress.message(
             f"{what} of {self.total} in {self.workdir}: {self.config.train.global_batch} sequences "
             f"of {self.config.data.context} tokens a step, {self.config.train.compute_dtype}, "
-            f"{devices} × {kind}"
+            f"{devices} × {kind}" + (f" in {count} processes" if count > 1 else "")
         )
 
     def run(self, state: TrainState, start: int, stop: "_Stop") -> float:
@@ -135,7 +156,10 @@ class _Loop:
                 if self._pause_after(step, stop):
                     self._read(*pending)
                     pending = None
-                    self._between(state, step, stop)
+                    self._between(state, step)
+        except jax.errors.JaxRuntimeError as error:
+            distributed.lost(error)
+            raise
         finally:
             batches.close()
             self.progress.finish()
@@ -146,6 +170,7 @@ class _Loop:
         measured = jax.device_get(measured)
         self.rate.step_done()
         done = step + 1
+        distributed.progress(f"step {done}")
         self.loss = float(measured.loss)
         learning_rate = float(measured.learning_rate)
         if measured.bad_steps:
@@ -187,18 +212,21 @@ class _Loop:
     def _pause_after(self, step: int, stop: "_Stop") -> bool:
         done = step + 1
         minutes = self.config.checkpoint.every_minutes
+        late = minutes is not None and time.monotonic() - self.last_save >= 60 * minutes
+        # Clocks and signals differ between processes; what follows from them must not.
+        self.stopping, late = self.wishes.settle(stop.signal or 0, late)
         self.save_is_due = (
             done == self.total
-            or stop.signal is not None
+            or bool(self.stopping)
             or done % self.config.checkpoint.every == 0
-            or (minutes is not None and time.monotonic() - self.last_save >= 60 * minutes)
+            or bool(late)
         )
         self.eval_is_due = done == self.total or done % self.config.eval.every == 0
-        if stop.signal is not None:
+        if self.stopping:
             self.eval_is_due = False
         return self.save_is_due or self.eval_is_due
 
-    def _between(self, state: TrainState, step: int, stop: "_Stop") -> None:
+    def _between(self, state: TrainState, step: int) -> None:
         """Validation and checkpoint after `step`."""
         done = step + 1
         with self.rate.paused():
@@ -207,16 +235,17 @@ class _Loop:
             if self.save_is_due:
                 self._save(state, done)
         self.checkpointer.check()
-        if stop.signal is not None:
+        if self.stopping:
             with self.rate.paused():
                 self.checkpointer.wait()
             self.progress.message(
                 f"stopped at step {done} of {self.total}; the same command resumes"
             )
-            raise SystemExit(128 + stop.signal)
+            raise SystemExit(128 + self.stopping)
 
     def _validate(self, state: TrainState, done: int) -> None:
-        result = self.setup.evaluator(state.params, whole=done == self.total)
+        report = lambda batches: distributed.progress(f"validation after step {done}")
+        result = self.setup.evaluator(state.params, report, whole=done == self.total)
         self.validation_loss = result["loss"]
         self.metrics.write("eval", done, split=self.config.eval.split, **result)
         bits = result["bits_per_byte"]
@@ -239,9 +268,11 @@ class _Loop:
         metric = self.validation_loss if self.eval_is_due else None
         self.checkpointer.save(done, state, extra, metric)
         self.last_save = time.monotonic()
+        self.wishes.forget()
+        distributed.progress(f"checkpoint {done}")
 
     def _profile(self, step: int) -> None:
-        if not self.config.log.profile_steps:
+        if not self.config.log.profile_steps or not distributed.is_first():
             return
         first, last = self.config.log.profile_steps
         if step == first:

@@ -1,5 +1,6 @@
 """Everything a run needs, checked before any of it starts or is written."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,9 @@ from cem_jax.data.store import check_token_ids, open_dataset
 from cem_jax.errors import UserError
 from cem_jax.kernels import Unavailable
 from cem_jax.model import pure
+from cem_jax.parallel.distributed import global_arrays, local_rows
 from cem_jax.parallel.mesh import (
+    MESH_AXES,
     batch_sharding,
     in_mesh,
     make_mesh,
@@ -24,7 +27,7 @@ from cem_jax.parallel.mesh import (
 )
 from cem_jax.train.loss import sum_of_losses
 from cem_jax.train.runtime import configure_jax
-from cem_jax.train.step import TrainState, initial_state
+from cem_jax.train.step import TrainState, initial_state, make_train_step
 from cem_jax.train.validation import Evaluator
 
 
@@ -44,11 +47,7 @@ def prepare_run(config: Config) -> Setup:
     config.total_steps  # noqa: B018 - raises when the config does not say how long
     configure_jax(config)
     mixture = open_data(config)
-    mesh = make_mesh(
-        {axis: getattr(config.mesh, axis) for axis in ("data", "fsdp", "tensor", "context")}
-    )
-    _check_layout(config, mesh)
-    _check_kernels(config, mesh)
+    mesh = lay_out(config)
     loader = TrainLoader(
         mixture,
         context=config.data.context,
@@ -56,6 +55,7 @@ def prepare_run(config: Config) -> Setup:
         seed=config.data.shuffle_seed,
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
+        rows=local_rows(batch_sharding(mesh), config.train.global_batch),
     )
     evaluator = Evaluator(config, mixture, config.eval.split, limit=config.eval.batches, mesh=mesh)
     return Setup(config, mixture, loader, evaluator, mesh, abstract_state(config, mesh))
@@ -116,12 +116,36 @@ def fresh_state(setup: Setup) -> TrainState:
     return make()
 
 
+def jitted_step(config: Config, mesh: Mesh, state: TrainState, total_steps: int) -> Callable:
+    """The training step as it runs and as it is compiled beforehand; to be traced `in_mesh`.
+
+    `state`: abstract, with shardings; the step's own state is donated and comes back laid out so.
+    """
+    step = make_train_step(config, total_steps, mesh.shape["data"] * mesh.shape["fsdp"])
+    out = (jax.tree.map(lambda leaf: leaf.sharding, state), None)
+    return jax.jit(step, donate_argnums=0, out_shardings=out)
+
+
+def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape, dtype and sharding of a batch as the loader makes it."""
+    names = ("tokens", "segments") if config.data.document_mask else ("tokens",)
+    shape = (config.train.global_batch, config.data.context + 1)
+    array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
+    return dict.fromkeys(names, array)
+
+
 def place_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
-    """A host's rows, split over the devices."""
-    return jax.device_put(batch, batch_sharding(mesh))
+    """This process's rows of a batch, as part of the whole that is split over all devices."""
+    return global_arrays(batch, batch_sharding(mesh))
 
 
-def _check_layout(config: Config, mesh: Mesh) -> None:
+def lay_out(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The configuration's mesh, over all devices of this machine if none are given.
+
+    Raises UserError with what does not divide over it, or has no kernel on these devices.
+    """
+    sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
+    mesh = make_mesh(sizes, devices)
     names = {}
     described = jax.tree_util.tree_leaves_with_path(
         pure.describe(config.model), is_leaf=pure.is_info
@@ -135,6 +159,8 @@ def _check_layout(config: Config, mesh: Mesh) -> None:
         context=config.data.context,
         microbatch=config.train.microbatch,
     )
+    _check_kernels(config, mesh)
+    return mesh
 
 
 def _check_kernels(config: Config, mesh: Mesh) -> None:
