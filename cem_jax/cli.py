@@ -88,11 +88,13 @@ def _dispatch(args: argparse.Namespace) -> int:
     else:
         with _stdout_to_stderr():
             result = _run(args)
-        print(json.dumps(_plain(result), allow_nan=False), flush=True)
-    return 1 if result.get("passed") is False else 0
+        if result is not None:
+            print(json.dumps(_plain(result), allow_nan=False), flush=True)
+    return 1 if result is not None and result.get("passed") is False else 0
 
 
-def _run(args: argparse.Namespace) -> dict[str, Any]:
+def _run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The command's result; None in a process that leaves it to another one to tell."""
     return importlib.import_module(_RUNS[args.command]).run(args)
 
 
@@ -293,6 +295,16 @@ def _add_config_commands(commands: Any) -> None:
         )
         if name == "train":
             _add_workdir(command)
+            _add_processes(command)
+
+
+def _add_processes(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group(
+        "several processes", "Not needed under SLURM or on TPU VMs; see launch/README.md."
+    )
+    group.add_argument("--coordinator", type=_text, metavar="HOST:PORT", help="of process 0")
+    group.add_argument("--processes", type=_value(_COUNT), metavar="N", help="how many there are")
+    group.add_argument("--process", type=_value(_INDEX), metavar="I", help="this one, from 0")
 
 
 def _add_run_commands(commands: Any) -> None:

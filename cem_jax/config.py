@@ -149,6 +149,7 @@ class TrainConfig:
     microbatch: Count | None
     compute_dtype: Literal["bfloat16", "float32", "float64"]
     max_bad_steps: Count
+    stall_minutes: Positive
 
     @property
     def accumulation(self) -> int:
@@ -266,10 +267,15 @@ def load_config(path: str, overrides: Mapping[str, Any] | Sequence[tuple[str, An
 
 def differences(a: Config, b: Config) -> list[str]:
     """`field: value in a -> value in b` for every field that differs."""
-    left, right = (dict(_leaves(config.to_dict())) for config in (a, b))
+    left, right = leaves(a), leaves(b)
     return [
         f"{name}: {left[name]!r} -> {right[name]!r}" for name in left if left[name] != right[name]
     ]
+
+
+def leaves(config: Config) -> dict[str, Any]:
+    """Every value of `config`, by its dotted name."""
+    return dict(_leaves(config.to_dict()))
 
 
 @functools.cache

@@ -94,6 +94,9 @@ def get_config() -> ml_collections.ConfigDict:
     t.microbatch = config_dict.placeholder(int)  # sequences at a time; None: all at once
     t.compute_dtype = "bfloat16"  # bfloat16 | float32 | float64; parameters stay float32
     t.max_bad_steps = 10  # consecutive non-finite steps before the run stops
+    t.stall_minutes = (
+        30.0  # with several processes: without progress, until they say who is missing
+    )
 
     c.mesh = p = ml_collections.ConfigDict()  # devices per axis; one may be -1: what is left
     p.data = -1

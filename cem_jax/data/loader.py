@@ -26,8 +26,8 @@ _STEPS = 1 << 60  # a length for grain: more steps than any run has
 class TrainLoader:
     """Shuffled windows of a dataset or mixture, as a pure function of (seed, step).
 
-    `rows` are the rows of the global batch that this process reads; None: all. Raises UserError
-    when the split is missing, smaller than a window, or has fewer windows than a batch.
+    `rows` are the rows of the global batch that this process reads, in order; None: all. Raises
+    UserError when the split is missing, smaller than a window, or has fewer windows than a batch.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TrainLoader:
         seed: int,
         document_mask: bool = False,
         prefetch: int = 2,
-        rows: slice | None = None,
+        rows: slice | Int64[np.ndarray, " R"] | None = None,
     ):
         self.mixture = dataset if isinstance(dataset, Mixture) else single(dataset)
         self._context = context
@@ -48,7 +48,9 @@ class TrainLoader:
         self._seed = seed
         self._document_mask = document_mask
         self._prefetch = prefetch
-        self._rows_R = np.arange(global_batch, dtype=np.int64)[rows or slice(None)]
+        self._rows_R = np.arange(global_batch, dtype=np.int64)[
+            slice(None) if rows is None else rows
+        ]
         windows = []
         for source in self.mixture.sources:
             _require_window(source, split, context)
@@ -168,36 +170,38 @@ def eval_batches(
     batch: int,
     limit: int | None = None,
     document_mask: bool = False,
+    rows: Int64[np.ndarray, " R"] | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
     """A whole split in order, every token but its stream's first a target exactly once.
 
     Yields {"tokens": int32 [B, J+1], "weights": float32 [B, J]} and "segments" under
     `document_mask`; weight 1 marks a real target, 0 the padding of the last window and batch.
-    At most `limit` batches. Raises UserError, at the call, when the split is missing or smaller
-    than a window.
+    At most `limit` batches; of each only `rows`, where given. Raises UserError, at the call, when
+    the split is missing or smaller than a window.
     """
     _require_window(dataset, split, context)
     separators = _Separators(single(dataset)) if document_mask else None
     stream = TokenStream(dataset, split)
     starts = range(0, len(stream) - 1, context * batch)[:limit]
-    return (_eval_batch(stream, start, context, batch, separators) for start in starts)
+    rows_R = np.arange(batch) if rows is None else rows
+    return (_eval_batch(stream, start, context, rows_R, separators) for start in starts)
 
 
 def _eval_batch(
-    stream: TokenStream, start: int, context: int, batch: int, separators: "_Separators | None"
+    stream: TokenStream, start: int, context: int, rows_R: np.ndarray, separators
 ) -> dict[str, np.ndarray]:
-    tokens_BT = np.zeros((batch, context + 1), np.int32)
-    weights_BJ = np.zeros((batch, context), np.float32)
-    for row in range(batch):
-        first = start + row * context
+    tokens_RT = np.zeros((len(rows_R), context + 1), np.int32)
+    weights_RJ = np.zeros((len(rows_R), context), np.float32)
+    for place, row in enumerate(rows_R):
+        first = start + int(row) * context
         count = min(context + 1, len(stream) - first)
         if count < 2:
             break
-        stream.read_into(first, tokens_BT[row, :count])
-        weights_BJ[row, : count - 1] = 1.0
-    result = {"tokens": tokens_BT, "weights": weights_BJ}
+        stream.read_into(first, tokens_RT[place, :count])
+        weights_RJ[place, : count - 1] = 1.0
+    result = {"tokens": tokens_RT, "weights": weights_RJ}
     if separators is not None:
-        result["segments"] = separators.segments(tokens_BT)
+        result["segments"] = separators.segments(tokens_RT)
     return result
 
 

@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from cem_jax.errors import RunFailed, UserError
+from cem_jax.parallel import distributed
 from cem_jax.train.integrity import find_damage, is_whole, write_checksums
 from cem_jax.train.naming import as_array, describe, differences, named_leaves, nested, placed
 
@@ -41,7 +42,8 @@ def _warn(line: str) -> None:
 class Checkpointer:
     """The checkpoints of one run, below `directory` (a local path or an etils URL).
 
-    With several processes each of them makes the same calls; the first one writes and removes.
+    With several processes each of them makes the same calls and writes its part of the arrays; the
+    first one chooses what is restored, writes the lists, removes and reports.
 
     Args:
       keep: how many of the newest checkpoints stay, at least 1.
@@ -61,12 +63,13 @@ class Checkpointer:
             raise UserError(f"checkpoint.keep must be at least 1, not {keep}")
         text = os.fspath(directory)
         self.directory = epath.Path(text if "://" in text else os.path.abspath(text))
-        self._keep, self._keep_best, self._report = keep, keep_best, report
+        self._writes = distributed.is_first()
+        self._keep, self._keep_best = keep, keep_best
+        self._report = report if self._writes else lambda line: None
         self._reported: set[str] = set()
         self._damaged: dict[int, str] = {}  # step -> what is wrong with it
         self._metrics: dict[int, float | None] = {}
         self._saving: int | None = None  # the step being written in the background
-        self._writes = jax.process_index() == 0
         self._cleaned = False
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(),
@@ -185,9 +188,11 @@ class Checkpointer:
           RunFailed: a save still in the background could not be written.
         """
         self.wait()
+        if distributed.processes() > 1:  # all read what the first one has found to be whole
+            step = distributed.shared("the checkpoint", lambda: self._newest_sound(step))
         candidates = self._candidates(step)
         for candidate in candidates:
-            if not self._sound(candidate):
+            if distributed.processes() == 1 and not self._sound(candidate):
                 continue
             info = self._read_info(candidate)
             lines = differences(info["arrays"], abstract_state, partial)
@@ -198,6 +203,8 @@ class Checkpointer:
             except (MemoryError, jax.errors.JaxRuntimeError):
                 raise  # the machine's fault, not the checkpoint's
             except Exception as error:
+                if distributed.processes() > 1:
+                    raise self._unreadable(candidate, error) from error
                 self._note_damage(candidate, _one_line(error))
                 continue
             if step is None and candidate != candidates[0]:
@@ -247,6 +254,19 @@ class Checkpointer:
         known = f"there are: {', '.join(map(str, steps))}" if steps else "there is none at all"
         wanted = "no complete checkpoint" if step is None else f"no complete checkpoint {step}"
         raise UserError(f"{wanted} in {self.directory}; {known}", *self._damage_lines(()))
+
+    def _newest_sound(self, step: int | None) -> int:
+        candidates = self._candidates(step)
+        found = next((one for one in candidates if self._sound(one)), None)
+        if found is None:
+            raise UserError(*self._damage_lines(candidates))
+        if found != candidates[0]:
+            self._report(f"continuing from checkpoint {found} in {self.directory}")
+        return found
+
+    def _unreadable(self, step: int, error: Exception) -> RunFailed:
+        where = f"checkpoint {step} in {self.directory} cannot be read"
+        return RunFailed(f"{where} by {distributed.whoami()}: {_one_line(error)}")
 
     def _sound(self, step: int) -> bool:
         damage = find_damage(self._paths()[step])

@@ -5,6 +5,7 @@ was written about later steps, so that each step stands once however often the r
 NaN and infinities become null: a line is valid JSON for every reader.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -73,6 +74,16 @@ class MetricsWriter:
         if self._board is not None:
             self._board.close()
             self._board = None
+
+
+class SilentMetrics(contextlib.AbstractContextManager):
+    """Stands in for a MetricsWriter in the processes that write nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Nothing is written."""
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -5,13 +5,16 @@ tokenizer.model    the dataset's tokenizer
 metrics.jsonl, tensorboard/, checkpoints/
 """
 
+import hashlib
 import json
 import os
 import tempfile
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from cem_jax.config import Config, differences
+from cem_jax.config import Config, differences, leaves
 from cem_jax.errors import UserError
 
 # Fields that may differ when a run goes on: they change neither the model nor the data it sees.
@@ -29,7 +32,12 @@ FREE_FIELDS = (
     "model.mlp.remat_steps",
     "train.microbatch",
     "train.max_bad_steps",
+    "train.stall_minutes",
 )
+
+# Places, which may differ between the machines of a run.
+LOCAL_FIELDS = ("data.path", "data.mixture", "log.compile_cache")
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def read_config(workdir: Path) -> Config | None:
@@ -77,6 +85,24 @@ def check_same_run(workdir: Path, config: Config) -> None:
 
 def _is_free(field: str) -> bool:
     return field.partition(".")[0] in FREE_SECTIONS or field in FREE_FIELDS
+
+
+def agreed_facts(config: Config, fingerprint: str, latest: int | None) -> dict[str, Any]:
+    """What must be the same in all processes of a run: configuration, code, data, first step."""
+    facts = {f"config {name}": value for name, value in leaves(config).items()}
+    for name in LOCAL_FIELDS:
+        del facts[f"config {name}"]
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes())
+    versions = {f"version of {name}": version(name) for name in ("cem_jax", "jax", "jaxlib")}
+    return {
+        **facts,
+        **versions,
+        "source code of cem_jax": digest.hexdigest()[:16],
+        "dataset": fingerprint,
+        "newest checkpoint": latest,
+    }
 
 
 def write_run_files(workdir: Path, config: Config, tokenizer_model: bytes) -> None:

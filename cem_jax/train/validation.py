@@ -18,6 +18,7 @@ from cem_jax.data.mixture import Mixture, single
 from cem_jax.data.store import Dataset
 from cem_jax.errors import UserError
 from cem_jax.model import pure
+from cem_jax.parallel.distributed import global_arrays, local_rows
 from cem_jax.parallel.mesh import batch_sharding, in_mesh
 from cem_jax.train.loss import sum_of_losses
 
@@ -59,6 +60,7 @@ class Evaluator:
         windows = None if limit is None else limit * config.train.global_batch
         self._limit = None if windows is None else -(-windows // self._batch)
         self._placement = None if mesh is None else batch_sharding(mesh)
+        self._rows = None if mesh is None else local_rows(self._placement, self._batch)
         self._require_windows()
         dtype = jnp.dtype(config.train.compute_dtype)
 
@@ -117,7 +119,7 @@ class Evaluator:
         """(nats, weight) of each batch, read a few batches late so that the device never waits."""
         running = deque()
         for batch in self._batches(source, None if whole else self._limit):
-            running.append(self._sums(parameters, jax.device_put(batch, self._placement)))
+            running.append(self._sums(parameters, global_arrays(batch, self._placement)))
             if len(running) > _AHEAD:
                 yield map(float, running.popleft())
         for sums in running:
@@ -131,6 +133,7 @@ class Evaluator:
             batch=self._batch,
             limit=limit,
             document_mask=self._config.data.document_mask,
+            rows=self._rows,
         )
 
     def _batches_of(self, source: Dataset) -> int:

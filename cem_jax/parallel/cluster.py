@@ -1,0 +1,265 @@
+"""Which processes a run consists of: told by flags and CEM_* variables, SLURM, Kubernetes or a TPU.
+
+Whatever says that there are several processes is believed: what is then missing or contradictory is
+an error, since one process of several that trains alone does so unnoticed. CEM_PROCESSES=1 says
+that this process is the whole run, wherever it is started.
+"""
+
+import importlib.util
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cem_jax.errors import UserError
+
+_TPU_PORT = 8482  # libtpu keeps 8471 to 8479 for itself
+_METADATA_SECONDS = 5
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """One process's place among those of a run."""
+
+    coordinator: str  # host:port at which process 0 listens
+    processes: int
+    process: int
+    source: str  # what said so, for messages
+    local_devices: tuple[int, ...] | None = None  # of the machine's GPUs; None: all
+
+
+def find_cluster(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Cluster | None:
+    """The processes of this run, None when this is the only one.
+
+    Arguments win over CEM_COORDINATOR, CEM_PROCESSES and CEM_PROCESS, these over everything else.
+
+    Raises:
+      UserError: the environment says that there are several processes, but not all of what joining
+        them takes, or something impossible.
+    """
+    environ = os.environ if environ is None else environ
+    found = (
+        _explicit(coordinator, processes, process, environ)
+        or _slurm(environ)
+        or _tpu_variables(environ)
+        or _kubernetes(environ)
+        or _mpi(environ)
+        or _tpu_metadata(environ)
+    )
+    return None if found is None or found.processes == 1 else found
+
+
+def _explicit(coordinator, processes, process, environ) -> Cluster | None:
+    count = _number("CEM_PROCESSES", environ) if processes is None else processes
+    index = _number("CEM_PROCESS", environ) if process is None else process
+    address = coordinator or environ.get("CEM_COORDINATOR") or None
+    if count is None and index is None and address is None:
+        return None
+    if count == 1:
+        return Cluster("", 1, 0, "CEM_PROCESSES")
+    if index is None:  # one setting for all of them is enough where a scheduler numbers them
+        index = _number("JOB_COMPLETION_INDEX", environ)
+    if index is None:
+        index = _number("SLURM_PROCID", environ)
+    settings = {
+        "--coordinator or CEM_COORDINATOR (HOST:PORT of process 0)": address,
+        "--processes or CEM_PROCESSES (how many there are)": count,
+        "--process or CEM_PROCESS (this one's number, from 0)": index,
+    }
+    missing = [name for name, value in settings.items() if value is None]
+    if missing:
+        raise UserError(*(f"several processes: {name} is not set" for name in missing))
+    return _checked(Cluster(address, count, index, "flags and CEM_* variables"))
+
+
+def _checked(cluster: Cluster) -> Cluster:
+    problems = []
+    host, _, port = cluster.coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        problems.append(f"coordinator: expected HOST:PORT, got {cluster.coordinator!r}")
+    if cluster.processes < 1:
+        problems.append(f"processes: must be at least 1, not {cluster.processes}")
+    elif not 0 <= cluster.process < cluster.processes:
+        problems.append(
+            f"process: {cluster.process} is not one of the {cluster.processes} processes, "
+            f"which are numbered from 0 to {cluster.processes - 1}"
+        )
+    if problems:
+        raise UserError(*(f"{problem} ({cluster.source})" for problem in problems))
+    return cluster
+
+
+def _slurm(environ) -> Cluster | None:
+    job = _number("SLURM_JOB_ID", environ)
+    if job is None:
+        return None
+    count = _number("SLURM_STEP_NUM_TASKS", environ)
+    if count is None:  # the batch script itself, or a shell of salloc
+        tasks = _number("SLURM_NTASKS", environ) or 1
+        if tasks > 1:
+            raise UserError(
+                f"SLURM_NTASKS={tasks}, but srun did not start this process: write `srun cem train "
+                "…`, or set CEM_PROCESSES=1 if it is to train alone"
+            )
+        return None
+    nodes, index = environ.get("SLURM_STEP_NODELIST", ""), _number("SLURM_PROCID", environ)
+    if count > 1 and (not nodes or index is None):
+        raise UserError("SLURM: SLURM_STEP_NODELIST or SLURM_PROCID is not set in this step")
+    # Beyond the ports that systems hand out; job ids tell an array's tasks apart.
+    step = _number("SLURM_STEP_ID", environ) or 0
+    port = 61440 + (job + 64 * step) % 4096
+    devices = _slurm_devices(environ) if count > 1 else None
+    address = f"{first_host(nodes)}:{port}" if count > 1 else ""
+    return Cluster(address, count, index or 0, "SLURM", devices)
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a SLURM node list: `gpu[003-007,9],login` gives `gpu003`."""
+    prefix, bracket, rest = nodes.partition("[")
+    if not bracket or "," in prefix:
+        return nodes.partition(",")[0]
+    return prefix + re.split(r"[-,\]]", rest, maxsplit=1)[0] + _suffix(rest)
+
+
+def _suffix(rest: str) -> str:
+    """What follows the closing bracket within the first name: rare, but legal."""
+    return rest.partition("]")[2].partition(",")[0]
+
+
+def _slurm_devices(environ) -> tuple[int, ...] | None:
+    """This task's share of its node's GPUs, where it sees those of all tasks."""
+    tasks = _tasks_here(environ)
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = len(visible.split(",")) if visible else _number("SLURM_GPUS_ON_NODE", environ) or 0
+    if tasks == 1 or gpus < 2:  # all are this task's, or SLURM gave it its own
+        return None
+    if gpus % tasks:
+        raise UserError(
+            f"SLURM: {tasks} tasks on a node share {gpus} GPUs, which does not divide; change "
+            "--ntasks-per-node or --gpus-per-node"
+        )
+    share, local = gpus // tasks, _number("SLURM_LOCALID", environ) or 0
+    return tuple(range(local * share, (local + 1) * share))
+
+
+def _tasks_here(environ) -> int:
+    """From SLURM_STEP_TASKS_PER_NODE, such as `4(x2),1`: four on each of two nodes, then one."""
+    node = _number("SLURM_NODEID", environ) or 0
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        numbers = [int(number) for number in _NUMBER.findall(part)]
+        counts += numbers[:1] * (numbers[1] if len(numbers) > 1 else 1)
+    return counts[node] if node < len(counts) else 1
+
+
+def _tpu_variables(environ) -> Cluster | None:
+    """GKE gives TPU pods their hosts' names; several slices add MEGASCALE_*."""
+    names = environ.get("TPU_WORKER_HOSTNAMES", "")
+    hosts = [name for name in names.split(",") if name]
+    slices = _number("MEGASCALE_NUM_SLICES", environ) or 1
+    if not hosts:
+        if slices > 1:
+            raise UserError(f"MEGASCALE_NUM_SLICES={slices}, but TPU_WORKER_HOSTNAMES is not set")
+        return None
+    if len(hosts) * slices == 1:
+        return Cluster("", 1, 0, "TPU_WORKER_HOSTNAMES")
+    worker = _number("TPU_WORKER_ID", environ)
+    if worker is None:
+        raise UserError(f"TPU_WORKER_HOSTNAMES names {len(hosts)} hosts; TPU_WORKER_ID is not set")
+    return _tpu_cluster(hosts, worker, environ, "TPU_WORKER_HOSTNAMES")
+
+
+def _tpu_cluster(hosts, worker, values, source) -> Cluster:
+    slices = _number("MEGASCALE_NUM_SLICES", values) or 1
+    slice_index = _number("MEGASCALE_SLICE_ID", values) or 0
+    first = values.get("MEGASCALE_COORDINATOR_ADDRESS", "").partition(":")[0]
+    if slices > 1 and not first:
+        raise UserError(f"{slices} TPU slices, but MEGASCALE_COORDINATOR_ADDRESS is not set")
+    address = f"{first if slices > 1 else hosts[0]}:{_TPU_PORT}"
+    index = slice_index * len(hosts) + worker
+    return _checked(Cluster(address, slices * len(hosts), index, source))
+
+
+def _kubernetes(environ) -> Cluster | None:
+    """An indexed job's pods are numbered but not counted: that must be said."""
+    index = _number("JOB_COMPLETION_INDEX", environ)
+    if index is None:
+        return None
+    raise UserError(
+        f"JOB_COMPLETION_INDEX={index}: one pod of an indexed job, but CEM_PROCESSES is not set; "
+        "set it and CEM_COORDINATOR (as launch/kubernetes does), or CEM_PROCESSES=1 if every pod "
+        "is a run of its own"
+    )
+
+
+def _mpi(environ) -> Cluster | None:
+    count = _number("OMPI_COMM_WORLD_SIZE", environ) or 1
+    if count == 1:
+        return None
+    raise UserError(
+        f"OMPI_COMM_WORLD_SIZE={count}: set CEM_COORDINATOR=HOST:PORT, CEM_PROCESSES={count} and "
+        "CEM_PROCESS=$OMPI_COMM_WORLD_RANK for each process"
+    )
+
+
+def _tpu_metadata(environ) -> Cluster | None:
+    """The workers of a Cloud TPU VM, from its metadata server."""
+    if environ.get("TPU_SKIP_MDS_QUERY") or not _may_use_tpu(environ):
+        return None
+    endpoints = _metadata("worker-network-endpoints", environ)
+    worker = _metadata("agent-worker-number", environ)
+    if not endpoints or worker is None:
+        return None
+    # Either names, or name:id:address triples.
+    hosts = [endpoint.split(":")[-1] for endpoint in endpoints.split(",")]
+    lines = (line.partition(":") for line in (_metadata("tpu-env", environ) or "").splitlines())
+    values = {name.strip(): value.strip().strip("'") for name, _, value in lines}
+    return _tpu_cluster(hosts, int(worker), values, "TPU metadata")
+
+
+def _may_use_tpu(environ) -> bool:
+    platforms = environ.get("JAX_PLATFORMS", "")
+    chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
+    wanted = not platforms or "tpu" in platforms.split(",")
+    return chips and wanted and importlib.util.find_spec("libtpu") is not None
+
+
+def _metadata(name: str, environ) -> str | None:
+    """An attribute of this virtual machine, None where it has none of that name."""
+    host = environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    request = urllib.request.Request(
+        f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
+        headers={"Metadata-Flavor": "Google"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as answer:
+            return answer.read().decode().strip()
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return None
+        problem = str(error)
+    except OSError as error:
+        problem = str(error)
+    raise UserError(
+        f"this machine has TPU chips, but its metadata server does not say which workers there are "
+        f"({problem}); set CEM_PROCESSES=1 if there is only this one, or CEM_COORDINATOR, "
+        "CEM_PROCESSES and CEM_PROCESS"
+    )
+
+
+def _number(name: str, environ) -> int | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise UserError(f"{name}: expected a number, got {text!r}")
+    return int(text)
