@@ -1,7 +1,7 @@
 """`cem <command>`: parse, dispatch, exit codes. A command's code is imported only when it runs.
 
 Exit codes: 0 done · 2 the user's input (`cem: error: …` lines, no traceback) · 130 interrupted ·
-1 anything else, a failed verification included.
+1 anything else, a failed verification and a step that does not fit included.
 """
 
 import argparse
@@ -24,11 +24,13 @@ _RUNS = {
     "eval": "cem_jax.evaluate",
     "generate": "cem_jax.generate",
     "inspect": "cem_jax.summary",
+    "compile": "cem_jax.compile",
     "verify": "cem_jax.verify",
     "tokenizer": "cem_jax.data.tokenizer",
     "prepare": "cem_jax.data.prepare",
     "demo": "cem_jax.demo",
 }
+_WITH_CONFIG = ("train", "verify", "inspect", "compile")
 _COUNT = Annotated[int, Range(low=1)]
 _INDEX = Annotated[int, Range(low=0)]
 _SEED = Annotated[int, Range(low=0, high=2**32 - 1)]
@@ -63,7 +65,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """
     problems: list[str] = []
     overrides: list[tuple[str, str]] = []
-    takes_overrides = bool(argv) and argv[0] in ("train", "inspect", "verify")
+    takes_overrides = bool(argv) and argv[0] in _WITH_CONFIG
     if takes_overrides:
         argv, overrides, problems = split_flags(argv)
     try:
@@ -90,7 +92,8 @@ def _dispatch(args: argparse.Namespace) -> int:
             result = _run(args)
         if result is not None:
             print(json.dumps(_plain(result), allow_nan=False), flush=True)
-    return 1 if result is not None and result.get("passed") is False else 0
+    verdicts = () if result is None else (result.get("passed"), result.get("fits"))
+    return 1 if any(verdict is False for verdict in verdicts) else 0
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -280,6 +283,7 @@ def _add_config_commands(commands: Any) -> None:
         ("train", "pretrain; the same command again resumes"),
         ("verify", "check that layer updates are the gradients of their energies"),
         ("inspect", "count parameters, FLOPs and memory, beside the Llama twin"),
+        ("compile", "compile the training step for hardware that is not here: does it fit?"),
     ):
         command = commands.add_parser(
             name,
@@ -296,6 +300,8 @@ def _add_config_commands(commands: Any) -> None:
         if name == "train":
             _add_workdir(command)
             _add_processes(command)
+        if name == "compile":
+            _add_topology(command)
 
 
 def _add_processes(command: argparse.ArgumentParser) -> None:
@@ -305,6 +311,21 @@ def _add_processes(command: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", type=_text, metavar="HOST:PORT", help="of process 0")
     group.add_argument("--processes", type=_value(_COUNT), metavar="N", help="how many there are")
     group.add_argument("--process", type=_value(_INDEX), metavar="I", help="this one, from 0")
+
+
+def _add_topology(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--topology",
+        type=_text,
+        required=True,
+        metavar="NAME",
+        help="TPUs such as v5e:16x16 or v5p:4x4x4, GPUs such as H100:8, or cpu:N",
+    )
+    command.add_argument(
+        "--suggest",
+        action="store_true",
+        help="try other meshes, remat policies and microbatches; recommend one",
+    )
 
 
 def _add_run_commands(commands: Any) -> None:

@@ -1,0 +1,155 @@
+"""The tables of `cem compile`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_PARTS = {
+    "parameters": "parameters",
+    "optimizer": "optimizer",
+    "arguments": "state and batch, as laid out",
+    "temporaries": "gradients and temporaries",
+    "outputs": "outputs beside the state",
+    "code": "program",
+    "total": "total",
+    "capacity": "capacity",
+}
+
+
+def rendered(found: dict[str, Any]) -> str:
+    """One compilation, for people."""
+    mesh = " × ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1)
+    head = (
+        f"{found['topology']}: {found['devices']} × {found['device']}, mesh {mesh or '1'}, "
+        f"compiled in {found['compile_seconds']:.0f} s"
+    )
+    parts = [head, _memory(found), _work(found), _collectives(found), _time(found)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def rendered_choice(found: dict[str, Any], best: int) -> str:
+    """What --suggest tried, the recommended one marked."""
+    rows = [("", "mesh", "remat", "microbatch", "MiB a device", "fits", "step, s", "MFU")]
+    for index, row in enumerate(found["suggestions"]):
+        mesh = " × ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if size > 1)
+        rows.append(
+            (
+                "→" if index == best else "",
+                mesh or "1",
+                row["remat"],
+                str(row["microbatch"]),
+                _mib(row["total"]),
+                "yes" if row["fits"] else "no",
+                _seconds(row["step_seconds"]),
+                _percent(row["mfu"]),
+            )
+        )
+    flags = found["recommended"]
+    if flags is None:
+        words = "nothing that was tried fits: more devices, or a smaller model or context"
+    elif flags:
+        words = "recommended: " + " ".join(f"--config.{name}={v}" for name, v in flags.items())
+    else:
+        words = "recommended: as it is"
+    return f"{_aligned(rows, '<<<>>>>>')}\n{words}"
+
+
+def _memory(found: dict[str, Any]) -> str:
+    memory = found["memory"]
+    rows = [("memory of a device", "MiB")]
+    rows += [(words, _mib(memory[part])) for part, words in _PARTS.items()]
+    if memory["capacity"]:
+        share = memory["total"] / memory["capacity"]
+        verdict = f"{'fits' if found['fits'] else 'DOES NOT FIT'}: {share:.0%} of the capacity"
+    else:
+        verdict = "the capacity of this device is not known; its compiler did not object"
+    if memory["temporaries"] is None:
+        verdict += "; the compiler gave up, so there is no program to look into"
+    return f"{_aligned(rows, '<>')}\n{verdict}"
+
+
+def _work(found: dict[str, Any]) -> str:
+    flops, xla = found["flops"], found["xla_cost_analysis"]
+    rows = [
+        ("work of a step", ""),
+        ("FLOPs a token, training", f"{flops['per_token']:,.0f}"),
+        ("FLOPs of the model", f"{flops['model']:.4g}"),
+        ("FLOPs with recomputation", f"{flops['executed']:.4g}"),
+        ("of it a device", f"{flops['per_device']:.4g}"),
+    ]
+    if found["bytes"] is not None:
+        rows.append(("bytes moved in a device's memory", f"{found['bytes']:.4g}"))
+    text = _aligned(rows, "<>")
+    if "flops" in xla:
+        text += (
+            f"\nXLA's own count is {xla['flops']:.4g} FLOPs and {xla.get('bytes', 0):.4g} bytes a "
+            "device: it counts loops once and kernels as 0 FLOPs, so ours are shown"
+        )
+    return text
+
+
+def _collectives(found: dict[str, Any]) -> str:
+    if found["collectives"] is None:
+        return ""
+    if not found["collectives"]:
+        return "no collectives"
+    rows = [("collectives of a step", "over", "count", "MB", "MB sent", "overlapped")]
+    for axes, kinds in found["collectives_by_axes"].items():
+        for kind, row in kinds.items():
+            share = row["overlapped"] / row["sent"] if row["sent"] else 0.0
+            rows.append(
+                (
+                    kind,
+                    axes,
+                    f"{row['count']:,}",
+                    f"{row['bytes'] / 1e6:,.1f}",
+                    f"{row['sent'] / 1e6:,.1f}",
+                    f"{share:.0%}",
+                )
+            )
+    rows[1:] = sorted(rows[1:])
+    note = "of one device, each loop as often as it runs"
+    if found["loops_not_read"]:
+        note += f", but for {found['loops_not_read']} whose counts could not be read"
+    return f"{_aligned(rows, '<<>>>>')}\n{note}"
+
+
+def _time(found: dict[str, Any]) -> str:
+    seconds = found["seconds"]
+    if found["step_seconds"] is None:
+        if seconds["compute"] is None:
+            return "no estimate of the time: this device's peaks are not known"
+        return f"products alone take {_seconds(seconds['compute'])} s at the device's peak"
+    rows = [
+        ("estimate of a step", "seconds"),
+        ("products", _seconds(seconds["compute"])),
+        ("memory", _seconds(seconds["memory"])),
+        ("collectives, overlapped", _seconds(seconds["overlapped"])),
+        ("collectives, added", _seconds(seconds["communication"])),
+        ("step", _seconds(found["step_seconds"])),
+        ("MFU", _percent(found["mfu"])),
+    ]
+    notes = "\n".join(f"assumed: {note}" for note in found["assumptions"])
+    return f"{_aligned(rows, '<>')}\n{notes}"
+
+
+def _mib(size: float | None) -> str:
+    return "" if size is None else f"{size / 2**20:,.1f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], sides: str) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

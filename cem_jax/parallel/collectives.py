@@ -1,0 +1,193 @@
+"""What devices send each other in a compiled program: how often, how much, over which mesh axes.
+
+Counted on one device, loops followed. `bytes` is the whole array that a collective is about: what
+an all-gather makes, what a reduce-scatter or an all-reduce takes. `sent` is what a device sends of
+it in a ring of n: (n−1)/n of an all-gather, a reduce-scatter or an all-to-all, twice that of an
+all-reduce, all of a permutation.
+"""
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from cem_jax.parallel.hlo import Computation, Instruction, Program, array_bytes, runs
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*(?:\([^)]*\))?)\))? ?\{([^}]*)\}")
+_PIECES = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # of one that a TPU takes apart
+
+Groups = tuple[tuple[int, ...], ...]  # numbers of the devices that exchange with each other
+
+
+class Collective(NamedTuple):
+    """One of the program's collectives."""
+
+    kind: str
+    axes: str  # of the mesh, joined by "+"; "other" where the groups are no axes
+    groups: Groups
+    times: int  # that a step runs it
+    certain: bool  # False: `times` is too low, a loop around it could not be read
+    bytes: int  # of one time
+    sent: float  # of one time
+    overlapped: bool  # it runs beside other instructions
+
+
+def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
+    """All of a program, for a mesh of these axes and sizes, in the order of its devices."""
+    axes = tuple(mesh.items())
+    found = []
+    for run in runs(program):
+        pieces: dict[str, Collective] = {}
+        for where, instruction, overlapped, scattered in _within(program, run.computation, False):
+            one = _collective(where, instruction, axes, scattered)
+            one = one._replace(times=run.times, certain=run.certain, overlapped=overlapped)
+            channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+            # a TPU runs one in pieces, each inside the fusion it shares the time with
+            key = f"{channel[1]} {one.kind}" if channel and overlapped else instruction.name
+            pieces.setdefault(key, one)
+        found += pieces.values()
+    return found
+
+
+def totals(found: Iterable[Collective]) -> dict[str, dict[str, float]]:
+    """Sums by kind, the most sent first: count, bytes, sent, overlapped (of those sent)."""
+    kinds: dict[str, dict[str, float]] = {}
+    for one in found:
+        row = kinds.setdefault(one.kind, {"count": 0, "bytes": 0, "sent": 0, "overlapped": 0})
+        row["count"] += one.times
+        row["bytes"] += one.times * one.bytes
+        row["sent"] += round(one.times * one.sent)
+        row["overlapped"] += round(one.times * one.sent) if one.overlapped else 0
+    return dict(sorted(kinds.items(), key=lambda item: -item[1]["sent"]))
+
+
+def _within(
+    program: Program, computation: Computation, overlapped: bool, scattered: bool = False
+) -> Iterator[tuple[Computation, Instruction, bool, bool]]:
+    """(where, collective, overlapped, scattered) of a computation and all that is fused into it."""
+    in_pieces = any(
+        f'custom_call_target="{piece}"' in i.attributes
+        for i in computation.values()
+        for piece in _PIECES
+        if i.opcode == "custom-call"
+    )
+    for instruction in computation.values():
+        opcode = instruction.opcode
+        if opcode.removesuffix("-start") in KINDS:
+            alone = not opcode.endswith("-start") or '"is_sync":true' in instruction.attributes
+            yield computation, instruction, overlapped or in_pieces or not alone, scattered
+        elif opcode in ("fusion", "async-start"):
+            name = instruction.called("calls")
+            yield from _within(
+                program,
+                program.computations[name],
+                overlapped or opcode == "async-start" or name.startswith("async_collective"),
+                scattered or name.startswith("all-reduce-scatter"),
+            )
+
+
+def _collective(where, instruction, axes, scattered: bool) -> Collective:
+    kind = instruction.opcode.removesuffix("-start")
+    taken = sum(array_bytes(where[name].shape) for name in instruction.operands)
+    if kind == "collective-permute":
+        pairs = _listed(instruction.attributes, "source_target_pairs")
+        groups = tuple(pair for pair in pairs if pair[0] != pair[1])
+        return Collective(kind, _permuted(groups, axes), groups, 1, True, taken, taken, False)
+    count = math.prod(size for _, size in axes)
+    groups = _groups(instruction.attributes, count)
+    if scattered and kind == "all-reduce":  # a TPU's fusion: each device keeps its slice only
+        kind = "reduce-scatter"
+    n = len(groups[0])
+    whole = taken * n if kind == "all-gather" else taken
+    sent = whole * (n - 1) / n * (2 if kind == "all-reduce" else 1)
+    return Collective(kind, _axes_of(groups, axes), groups, 1, True, whole, sent, False)
+
+
+def _groups(attributes: str, count: int) -> Groups:
+    """`replica_groups` in any of the forms that XLA writes."""
+    text = attributes.partition("replica_groups=")[2]
+    mesh = _MESH.match(text)
+    if mesh:
+        return _mesh_groups(*mesh.groups())
+    iota = _IOTA.match(text)
+    if iota:
+        return _rows(_iota(iota[0]))
+    return _listed(attributes, "replica_groups") or (tuple(range(count)),)
+
+
+@functools.cache
+def _mesh_groups(mesh: str, order: str | None, chosen: str) -> Groups:
+    """Of `mesh['data'=2,'fsdp'=4] {'fsdp'}`; a part of an axis is `'fsdp':(before)size`."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    parts: list[int] = []  # dimensions, those of partly used axes taken apart
+    used: list[int] = []
+    wanted = {
+        name: (int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
+    }
+    for name, size in sizes.items():
+        if name in wanted:
+            before, middle = wanted[name]
+            used.append(len(parts) + 1)
+            parts += [before, middle, size // before // middle]
+        else:
+            parts.append(size)
+    ids = _iota(order) if order else np.arange(math.prod(parts))
+    ids = np.moveaxis(ids.reshape(parts), used, range(-len(used), 0))
+    return _rows(ids.reshape(-1, math.prod(parts[i] for i in used)))
+
+
+def _iota(text: str) -> np.ndarray:
+    shape, source, order = _IOTA.search(text).groups()
+    numbers = lambda words: [int(n) for n in words.split(",")]
+    ids = np.arange(math.prod(numbers(source))).reshape(numbers(source))
+    return (ids.transpose(numbers(order)) if order else ids).reshape(numbers(shape))
+
+
+def _listed(attributes: str, name: str) -> Groups:
+    found = re.search(rf"{name}=\{{((?:\{{[\d,]*\}},?)*)\}}", attributes)
+    rows = re.findall(r"\{([\d,]+)\}", found[1]) if found else []
+    return tuple(tuple(int(n) for n in row.split(",")) for row in rows)
+
+
+def _rows(ids: np.ndarray) -> Groups:
+    return tuple(map(tuple, ids.tolist()))
+
+
+@functools.cache
+def _axes_of(groups: Groups, axes: tuple[tuple[str, int], ...]) -> str:
+    """The mesh axes along which the devices of a group differ, if these are all of them."""
+    wanted = {frozenset(group) for group in groups}
+    split = [i for i, (_, size) in enumerate(axes) if size > 1]
+    ids = np.arange(math.prod(size for _, size in axes)).reshape([size for _, size in axes])
+    for count in range(1, len(split) + 1):
+        for chosen in itertools.combinations(split, count):
+            size = math.prod(axes[i][1] for i in chosen)
+            rows = np.moveaxis(ids, chosen, range(-count, 0)).reshape(-1, size)
+            if {frozenset(row) for row in rows.tolist()} == wanted:
+                return "+".join(axes[i][0] for i in chosen)
+    return "none" if all(len(group) == 1 for group in groups) else "other"
+
+
+def _permuted(pairs: Groups, axes: tuple[tuple[str, int], ...]) -> str:
+    """The mesh axes along which a permutation's senders and receivers differ."""
+    shape = [size for _, size in axes]
+    differ = set()
+    for pair in pairs:
+        sender, receiver = (np.unravel_index(device, shape) for device in pair)
+        differ |= {i for i, (a, b) in enumerate(zip(sender, receiver, strict=True)) if a != b}
+    return "+".join(axes[i][0] for i in sorted(differ)) or "none"
