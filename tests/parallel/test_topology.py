@@ -1,0 +1,75 @@
+"""Names of topologies. What is behind them needs compilers: see tests/compile."""
+
+import importlib.util
+
+import pytest
+
+from cem_jax.errors import UserError
+from cem_jax.parallel import topology
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch):
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(topology, "_installed", lambda module: False)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", "no such topology"),
+        ("v5e", "expected v5e:AxB"),
+        ("v5e:4x", "expected v5e:AxB"),
+        ("v5e:0x4", "expected v5e:AxB"),
+        ("v5e:4x4x4", "v5e has 2 dimensions, not 3"),
+        ("v5p:4x4", "v5p has 3 dimensions, not 2"),
+        ("v5e:64x64", "at most 256 chips and 16 along a side"),
+        ("v9 4x4", "no such topology"),
+        ("H100", "expected a number of devices"),
+        ("H100:0", "expected a number of devices"),
+        ("H200:12", "more than 8 GPUs come in hosts of 8"),
+        ("cpu:many", "expected a number of devices"),
+    ],
+)
+def test_wrong_names(name, words, nothing_installed):
+    with pytest.raises(UserError) as caught:
+        topology.open_topology(name)
+    (message,) = caught.value.messages
+    assert message.startswith(f"--topology {name}: ")
+    assert words in message
+    for known in ("v4:AxBxC", "v5e:AxB", "v5p:AxBxC", "v6e:AxB", "H100:N", "H200:N", "cpu:N"):
+        assert known in message
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("v5e:4x4", "cem_jax[tpu]"), ("v2:2x2", "cem_jax[tpu]"), ("H100:8", "cuda")]
+)
+def test_missing_compilers(name, extra, nothing_installed):
+    with pytest.raises(UserError, match="pip install") as caught:
+        topology.open_topology(name)
+    assert extra in str(caught.value)
+
+
+def test_a_library_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
+    with pytest.raises(UserError, match=r"TPU_LIBRARY_PATH: there is no .*libtpu\.so"):
+        topology.open_topology("v5e:4x4")
+
+
+def test_installed_looks_into_packages_that_are_not_there():
+    assert topology._installed("jax.numpy")
+    assert not topology._installed("no_such_package.inside")
+    assert importlib.util.find_spec("jax") is not None
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "half"])
+def test_share_of_a_gpus_memory(text, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", text)
+    with pytest.raises(UserError, match="XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        topology._share_of_memory()
+
+
+def test_this_machine():
+    found = topology.open_topology("cpu:1")
+    assert (found.platform, found.kind, len(found.devices)) == ("cpu", "cpu", 1)
+    assert found.capacity.memory > 2**28
