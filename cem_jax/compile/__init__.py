@@ -12,7 +12,7 @@ from typing import Any
 from cem_jax.compile.report import rendered, rendered_choice
 from cem_jax.compile.roofline import estimate
 from cem_jax.compile.step import Compiled, compile_step
-from cem_jax.compile.suggest import overrides_of, suggest
+from cem_jax.compile.suggest import overrides_of, suggestions
 from cem_jax.config import Config, load_config
 from cem_jax.parallel.collectives import totals
 from cem_jax.parallel.topology import Topology, open_topology
@@ -29,7 +29,7 @@ def run(args: Any) -> dict[str, Any]:
         found = described(config, topology, compile_step_aloud(config, topology))
         print(rendered(found))
         return found
-    rows, best = suggest(config, topology, compile_step_aloud)
+    rows, best = suggestions(config, topology, compile_step_aloud)
     chosen = rows[best]
     found = described(chosen.config, topology, chosen.compiled)
     found |= {

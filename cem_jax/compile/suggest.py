@@ -52,7 +52,7 @@ class Tried(NamedTuple):
         }
 
 
-def suggest(
+def suggestions(
     config: Config,
     topology: Topology,
     compile_: Callable[[Config, Topology], Compiled] = compile_step,
@@ -101,8 +101,8 @@ def meshes(config: Config, topology: Topology, given: dict[str, int] | None) -> 
         seen.add(shape)
         mesh = dict(zip(("data", "fsdp", "tensor", "context"), shape, strict=True))
         rows = _rows_for(config, data * fsdp)
-        candidate = rows and _changed(config, mesh=mesh, train={"microbatch": rows})
-        if candidate and _may_fit(candidate, topology):
+        candidate = _changed(config, mesh=mesh, train={"microbatch": rows}) if rows else None
+        if candidate is not None and _may_fit(candidate, topology):
             yield candidate
 
 
@@ -130,7 +130,8 @@ def _may_fit(config: Config, topology: Topology) -> bool:
 
 def policies(config: Config) -> Iterator[Config]:
     """The other remat policies."""
-    return (_changed(config, model={"remat": p}) for p in POLICIES if p != config.model.remat)
+    others = (p for p in POLICIES if p != config.model.remat)
+    return filter(None, (_changed(config, model={"remat": policy}) for policy in others))
 
 
 def microbatches(best: Tried) -> Iterator[Config]:
@@ -139,17 +140,21 @@ def microbatches(best: Tried) -> Iterator[Config]:
     rows, ways = train.microbatch or train.global_batch, shape["data"] * shape["fsdp"]
     for other in (2 * rows, rows // 2, *(() if best.compiled.fits else (rows // 4,))):
         if other and other % ways == 0 and train.global_batch % other == 0:
-            yield _changed(best.config, train={"microbatch": other})
+            candidate = _changed(best.config, train={"microbatch": other})
+            if candidate is not None:
+                yield candidate
 
 
-def _changed(config: Config, **sections: dict[str, Any]) -> Config:
-    return dataclasses.replace(
-        config,
-        **{
-            name: dataclasses.replace(getattr(config, name), **fields)
-            for name, fields in sections.items()
-        },
-    )
+def _changed(config: Config, **sections: dict[str, Any]) -> Config | None:
+    """With other values of some fields; None where they break a rule."""
+    changed = {
+        name: dataclasses.replace(getattr(config, name), **fields)
+        for name, fields in sections.items()
+    }
+    try:
+        return dataclasses.replace(config, **changed)
+    except UserError:
+        return None
 
 
 def overrides_of(given: Config, chosen: Config) -> dict[str, Any]:
