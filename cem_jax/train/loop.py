@@ -29,6 +29,7 @@ from cem_jax.train.progress import Progress
 from cem_jax.train.rundir import (
     agreed_facts,
     check_same_run,
+    only_writer,
     with_absolute_paths,
     write_run_files,
 )
@@ -57,7 +58,7 @@ def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
     check_same_run(workdir, config)
     total = config.total_steps
     keep = dict(keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best)
-    with Checkpointer(workdir / "checkpoints", **keep) as checkpointer:
+    with only_writer(workdir), Checkpointer(workdir / "checkpoints", **keep) as checkpointer:
         fingerprint = setup.mixture.fingerprint
         distributed.agree(agreed_facts(config, fingerprint, checkpointer.latest_step()))
         state, extra = _start(setup, checkpointer)
@@ -126,6 +127,7 @@ class _Loop:
         self.progress = Progress(self.total, config.tokens_per_step, stream)
         self.rate = self.progress.rate
         self.last_save = time.monotonic()
+        self.tracing = False
         self.wishes = distributed.Wishes(setup.mesh)
         step = jitted_step(config, setup.mesh, setup.state, self.total)
         self.step = in_mesh(setup.mesh, step)
@@ -162,6 +164,8 @@ class _Loop:
             raise
         finally:
             batches.close()
+            if self.tracing:
+                jax.profiler.stop_trace()
             self.progress.finish()
         return self.loss
 
@@ -275,10 +279,12 @@ class _Loop:
         if not self.config.log.profile_steps or not distributed.is_first():
             return
         first, last = self.config.log.profile_steps
-        if step == first:
+        wanted = first <= step <= last  # a run may begin or end within them
+        if wanted and not self.tracing:
             jax.profiler.start_trace(str(self.workdir / "profile"))
-        if step == last + 1:
+        elif self.tracing and not wanted:
             jax.profiler.stop_trace()
+        self.tracing = wanted
 
 
 class _Stop:

@@ -5,10 +5,13 @@ tokenizer.model    the dataset's tokenizer
 metrics.jsonl, tensorboard/, checkpoints/
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 
 from cem_jax.config import Config, differences, leaves
 from cem_jax.errors import UserError
+from cem_jax.parallel import distributed
 
 # Fields that may differ when a run goes on: they change neither the model nor the data it sees.
 FREE_SECTIONS = ("log", "checkpoint", "eval", "mesh")
@@ -85,6 +89,38 @@ def check_same_run(workdir: Path, config: Config) -> None:
 
 def _is_free(field: str) -> bool:
     return field.partition(".")[0] in FREE_SECTIONS or field in FREE_FIELDS
+
+
+@contextlib.contextmanager
+def only_writer(workdir: Path) -> Iterator[None]:
+    """Makes `workdir`, and keeps a second `cem train` out of it.
+
+    Raises UserError when it cannot be made or another process is at work in it.
+    """
+    if not distributed.is_first():
+        yield
+        return
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        directory = os.open(workdir, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"--workdir {workdir}: cannot be made: {error.strerror}") from None
+    try:
+        _lock(directory, workdir)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _lock(directory: int, workdir: Path) -> None:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however
+    except BlockingIOError:
+        raise UserError(
+            f"--workdir {workdir}: another `cem train` is at work there; wait, or use another"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
 
 
 def agreed_facts(config: Config, fingerprint: str, latest: int | None) -> dict[str, Any]:

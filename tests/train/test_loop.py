@@ -1,6 +1,7 @@
 """`cem train` as a whole: stopping and resuming, refusals, metrics, runs that go bad."""
 
 import json
+import shutil
 import signal
 
 import jax
@@ -13,7 +14,7 @@ from cem_jax.train import loop
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.metrics import read_metrics
 from cem_jax.train.run import Run
-from cem_jax.train.rundir import with_absolute_paths
+from cem_jax.train.rundir import only_writer, with_absolute_paths
 from cem_jax.train.setup import abstract_state
 
 
@@ -198,6 +199,32 @@ def test_a_profile_is_written_for_the_steps_asked_for(dataset, tmp_path):
     config = tiny_config(data__path=str(dataset), train__steps=4, log__profile_steps=(2, 2))
     loop.train(config, tmp_path / "run")
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_profile_that_runs_past_the_end_and_one_begun_in_its_midst(dataset, tmp_path):
+    fields = dict(data__path=str(dataset), train__steps=4, checkpoint__every=2)
+    run = tmp_path / "run"
+    loop.train(tiny_config(**fields, log__profile_steps=(2, 9)), run)
+    assert list((run / "profile").rglob("*.xplane.pb"))
+    shutil.rmtree(run / "profile")
+    shutil.rmtree(run / "checkpoints" / "4")
+    loop.train(tiny_config(**fields, log__profile_steps=(0, 2)), run)  # resumes at 2
+    assert list((run / "profile").rglob("*.xplane.pb"))
+
+
+def test_a_second_training_in_the_same_directory_is_refused(dataset, tmp_path):
+    config = tiny_config(data__path=str(dataset))
+    with only_writer(tmp_path / "run"), pytest.raises(UserError, match="another `cem train`"):
+        loop.train(config, tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+    loop.train(config, tmp_path / "run")
+
+
+def test_a_directory_that_cannot_be_made_is_said(dataset, tmp_path):
+    (tmp_path / "file").write_text("")
+    for workdir in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=r"--workdir .* cannot be made"):
+            loop.train(tiny_config(data__path=str(dataset)), workdir)
 
 
 def test_training_learns(whole):
