@@ -1,7 +1,8 @@
 """The TPU attention kernels compiled for TPUs that are not here: memory, bytes, static cycles.
 
     benchmarks/tpu_static.py [--topology v5e:2x2,v6e:2x2,v5p:2x2x1] [--size 108m] [--blocks 512,256]
-                             [--exact] [--xla]
+                             [--exact]
+                             [--passes forward,backward,both,unfused]
 
 At the sizes of the paper's Table 1: 8 sequences of 2048, bfloat16, a shared diagonal, slopes and
 self biases. libtpu is an installed package, or where TPU_LIBRARY_PATH says. Each compilation is a
@@ -51,7 +52,7 @@ def main() -> None:
         "--blocks", help="query and key positions; those of the kernels if left out"
     )
     parser.add_argument("--exact", action="store_true", help="with the context Σ_k Σ_j p h_j")
-    parser.add_argument("--xla", action="store_true", help="the unfused program's bytes too")
+    parser.add_argument("--passes", default="forward,backward,both")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -60,10 +61,9 @@ def main() -> None:
         return
     print("| device | size | pass | temporaries, MiB | moved, GB | kilocycles | compile, s |")
     print("|---|---|---|---|---|---|---|")
-    passes = ("forward", "backward", "both", *(("unfused",) if options.xla else ()))
     for topology in options.topology.split(","):
         for size in options.size.split(","):
-            for what in passes:
+            for what in options.passes.split(","):
                 print(row(topology, size, what), flush=True)
 
 
@@ -119,37 +119,45 @@ def measure(topology: str, size: str, what: str, options) -> dict:
 
 
 def program(what: str, dim: int, heads: int, plan, sharding):
-    """A function of flat arrays, as a layer has them, and the shapes it is compiled for."""
+    """A function of arrays with positions last, and the shapes it is compiled for.
+
+    So XLA lays out what lies between a layer's products, whichever way its arguments come.
+    """
     import jax
+    import jax.numpy as jnp
 
     from cem_jax.kernels import dense, tpu
 
     shape = lambda *size, dtype="bfloat16": jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
-    wide = shape(BATCH, POSITIONS, dim)
-    f32 = shape(BATCH, POSITIONS, dim, dtype="float32")
+    wide = shape(BATCH, dim, POSITIONS)
+    f32 = shape(BATCH, dim, POSITIONS, dtype="float32")
     scalars = shape(heads, dtype="float32")
     flat = dict(q=wide, k=wide, g=wide, h=wide, slopes=scalars, self_bias=scalars)
     lse = shape(BATCH, heads, POSITIONS, dtype="float32")
     bar = (lse, f32, f32 if plan.context == "summed" else None)
-    split = lambda x: x.reshape(BATCH, POSITIONS, heads, -1)
+    last = lambda x: jnp.swapaxes(x.reshape(BATCH, POSITIONS, -1), 1, 2)
+    cotangents = lambda bar: (
+        bar[0],
+        by_head(bar[1], heads),
+        None if bar[2] is None else first(bar[2]),
+    )
 
     def forward(flat):
         lse, o, a = tpu.forward(inputs_of(flat, heads), plan)
-        return lse, o.reshape(BATCH, POSITIONS, -1), a
+        return lse, last(o), None if a is None else last(a)
 
     def backward(flat, lse, o, bar):
-        bar = (bar[0], split(bar[1]), bar[2])
-        gradients = tpu.backward(inputs_of(flat, heads), plan, lse, split(o), None, bar)
-        return flattened(gradients)
+        inputs, o_BJKR = inputs_of(flat, heads), by_head(o, heads)
+        return flattened(tpu.backward(inputs, plan, lse, o_BJKR, None, cotangents(bar)))
 
     def unfused(flat, bar):
         attend = lambda t: dense.attend(t, plan.tau, plan.context)
         pull_back = jax.vjp(attend, inputs_of(flat, heads))[1]
-        return flattened(pull_back((bar[0], split(bar[1]), bar[2]))[0])
+        return flattened(pull_back(cotangents(bar))[0])
 
     def flattened(gradients):
         leaves = jax.tree.leaves(gradients)
-        return [x if x.ndim == 1 else x.reshape(BATCH, POSITIONS, -1) for x in leaves]
+        return [x if x.ndim == 1 else last(x) for x in leaves]
 
     def both(flat, bar):
         lse, o, _ = forward(flat)
@@ -160,12 +168,22 @@ def program(what: str, dim: int, heads: int, plan, sharding):
     return functions[what], arguments.get(what, (flat, bar))
 
 
+def first(x):
+    import jax.numpy as jnp
+
+    return jnp.swapaxes(x, 1, 2)
+
+
+def by_head(x, heads: int):
+    return first(x).reshape(BATCH, POSITIONS, heads, -1)
+
+
 def inputs_of(flat: dict, heads: int):
     from cem_jax.kernels.inputs import Inputs
 
-    split = lambda x: x.reshape(BATCH, POSITIONS, heads, -1)
-    given = {**flat, "q": split(flat["q"]), "k": split(flat["k"])}
-    return Inputs(**{**dict.fromkeys(Inputs._fields), **given})
+    split = {n: by_head(flat[n], heads) for n in ("q", "k")}
+    shared = {n: first(flat[n]) for n in ("g", "h")}
+    return Inputs(**{**dict.fromkeys(Inputs._fields), **flat, **split, **shared})
 
 
 def kernels(what: str, heads: int, flat: dict, plan):

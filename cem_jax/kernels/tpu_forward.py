@@ -28,7 +28,7 @@ from cem_jax.kernels.tpu_tiles import (
 )
 
 BLOCKS = ((512, 512), (256, 256), (128, 128))
-HEADS_TOGETHER = 2
+HEADS_TOGETHER = 6
 
 
 def arrays(sizes: Sizes):
