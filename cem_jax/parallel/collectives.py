@@ -27,6 +27,7 @@ KINDS = (
     "collective-broadcast",
 )
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_TRANSPOSED = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*(?:\([^)]*\))?)\))? ?\{([^}]*)\}")
 _PIECES = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # of one that a TPU takes apart
 
@@ -146,16 +147,28 @@ def _mesh_groups(mesh: str, order: str | None, chosen: str) -> Groups:
             parts += [before, middle, size // before // middle]
         else:
             parts.append(size)
-    ids = _iota(order) if order else np.arange(math.prod(parts))
+    ids = _order(order) if order else np.arange(math.prod(parts))
     ids = np.moveaxis(ids.reshape(parts), used, range(-len(used), 0))
     return _rows(ids.reshape(-1, math.prod(parts[i] for i in used)))
 
 
+def _order(text: str) -> np.ndarray:
+    """Of `[4,2]T(1,0)`, all numbers in a shape and transposed; or of a list of them."""
+    transposed = _TRANSPOSED.fullmatch(text)
+    if not transposed:
+        return np.array(_numbers(text))
+    shape, order = map(_numbers, transposed.groups())
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order)
+
+
 def _iota(text: str) -> np.ndarray:
-    shape, source, order = _IOTA.search(text).groups()
-    numbers = lambda words: [int(n) for n in words.split(",")]
-    ids = np.arange(math.prod(numbers(source))).reshape(numbers(source))
-    return (ids.transpose(numbers(order)) if order else ids).reshape(numbers(shape))
+    shape, source, order = (_numbers(words or "") for words in _IOTA.match(text).groups())
+    ids = np.arange(math.prod(source)).reshape(source)
+    return (ids.transpose(order) if order else ids).reshape(shape)
+
+
+def _numbers(words: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", words)]
 
 
 def _listed(attributes: str, name: str) -> Groups:
