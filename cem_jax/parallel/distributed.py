@@ -210,11 +210,15 @@ def shared(what: str, function: Callable[[], Any]) -> Any:
     return answer["value"]
 
 
-def agree(facts: Mapping[str, Any]) -> None:
-    """Raises UserError, naming fields and processes, unless all processes hold the same `facts`."""
+def agree(facts: Callable[[], Mapping[str, Any]]) -> None:
+    """Compare what `facts` returns in each process, by name; plain JSON.
+
+    Raises:
+      UserError: they are not the same in all of them; names facts and processes.
+    """
     if _session is None:
         return
-    _session.put("facts", json.dumps(dict(facts)))
+    _session.put("facts", json.dumps(dict(facts())))
     barrier("comparing configurations")
     shared("the comparison of configurations", lambda: _compare(_session.values("facts")))
 

@@ -60,9 +60,10 @@ def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
     keep = dict(keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best)
     with only_writer(workdir), Checkpointer(workdir / "checkpoints", **keep) as checkpointer:
         fingerprint = setup.mixture.fingerprint
-        distributed.agree(agreed_facts(config, fingerprint, checkpointer.latest_step()))
+        distributed.agree(lambda: agreed_facts(config, fingerprint, checkpointer.latest_step()))
         state, extra = _start(setup, checkpointer)
         start = int(state.step)
+        distributed.progress(f"step {start}, before the first one here")
         if start >= total:
             print(f"finished: {workdir} is at step {start} of {total}", file=stream)
             return _result(start, extra.get("loss"), checkpointer)
