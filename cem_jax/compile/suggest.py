@@ -101,7 +101,9 @@ def meshes(config: Config, topology: Topology, given: dict[str, int] | None) -> 
         seen.add(shape)
         mesh = dict(zip(("data", "fsdp", "tensor", "context"), shape, strict=True))
         rows = _rows_for(config, data * fsdp)
-        candidate = _changed(config, mesh=mesh, train={"microbatch": rows}) if rows else None
+        if rows == config.train.global_batch:
+            rows = config.train.microbatch and rows  # as configured, where that is "all at once"
+        candidate = None if rows == 0 else _changed(config, mesh=mesh, train={"microbatch": rows})
         if candidate is not None and _may_fit(candidate, topology):
             yield candidate
 

@@ -237,6 +237,8 @@ def test_candidates_divide():
         for c in meshes(config, real_devices(1), {"data": 9})  # all that one device allows
     }
     assert shapes == {(1, 1, 1, 1)}
+    (one,) = meshes(config, real_devices(1), {"data": 9})
+    assert one.train.microbatch is None
     assert [c.model.remat for c in policies(config)] == ["dots", "attention", "full"]
     best = Tried(config, compiled(), 1.0, 0.5)
     assert [c.train.microbatch for c in microbatches(best)] == [8]
@@ -316,7 +318,9 @@ def test_a_shape_that_libtpu_refuses():
 
 @pytest.mark.slow
 def test_suggestions_for_cpu_devices():
-    code, out, err = command("--topology", "cpu:4", "--suggest", "--json")
+    code, out, err = command(
+        "--topology", "cpu:4", "--suggest", "--json", "--config.model.layers=1"
+    )
     assert code == 0, err
     found = json.loads(out)
     assert found["fits"] and isinstance(found["recommended"], dict)
