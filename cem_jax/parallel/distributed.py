@@ -286,6 +286,25 @@ def global_arrays(local: Any, sharding: Sharding | None) -> Any:
     return jax.tree.map(whole, local)
 
 
+def together(what: str, jitted: Any) -> Callable:
+    """`jitted`, to be called with arguments of one kind, first run when all have compiled it.
+
+    Compiling takes some processes longer than others, and a collective's partners do not wait for
+    ever (Gloo: 30 s to connect).
+    """
+    if _session is None:
+        return jitted
+    compiled: list[Callable] = []
+
+    def call(*args: Any) -> Any:
+        if not compiled:
+            compiled.append(jitted.lower(*args).compile())
+            barrier(f"compiling {what}")
+        return compiled[0](*args)
+
+    return call
+
+
 class Wishes:
     """Numbers on which all processes settle, the largest of each, without waiting for each other.
 
@@ -301,7 +320,8 @@ class Wishes:
         if _session is not None:
             self._sharding = NamedSharding(mesh, PartitionSpec(MESH_AXES))
             everywhere = NamedSharding(mesh, PartitionSpec())
-            self._largest = jax.jit(lambda x: x.max(axis=0), out_shardings=everywhere)
+            largest = jax.jit(lambda x: x.max(axis=0), out_shardings=everywhere)
+            self._largest = together("what processes wish", largest)
 
     def settle(self, *numbers: int) -> tuple[int, ...]:
         """Wish for `numbers`, and get what was settled of the wishes one call before."""

@@ -131,7 +131,7 @@ class _Loop:
         self.tracing = False
         self.wishes = distributed.Wishes(setup.mesh)
         step = jitted_step(config, setup.mesh, setup.state, self.total)
-        self.step = in_mesh(setup.mesh, step)
+        self.step = in_mesh(setup.mesh, distributed.together("the training step", step))
 
     def announce(self, start: int) -> None:
         devices, count = jax.device_count(), distributed.processes()

@@ -14,7 +14,7 @@ from cem_jax.data.store import check_token_ids, open_dataset
 from cem_jax.errors import UserError
 from cem_jax.kernels import Unavailable
 from cem_jax.model import pure
-from cem_jax.parallel.distributed import global_arrays, local_rows
+from cem_jax.parallel.distributed import global_arrays, local_rows, together
 from cem_jax.parallel.mesh import (
     MESH_AXES,
     batch_sharding,
@@ -113,7 +113,7 @@ def fresh_state(setup: Setup) -> TrainState:
     # and its vectors round otherwise than what is left of a loop: the bits would follow the mesh.
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     make = jax.jit(lambda: initial_state(setup.config), out_shardings=out, compiler_options=quick)
-    return make()
+    return together("the initial state", make)()
 
 
 def jitted_step(config: Config, mesh: Mesh, state: TrainState, total_steps: int) -> Callable:

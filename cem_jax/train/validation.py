@@ -18,7 +18,7 @@ from cem_jax.data.mixture import Mixture, single
 from cem_jax.data.store import Dataset
 from cem_jax.errors import UserError
 from cem_jax.model import pure
-from cem_jax.parallel.distributed import global_arrays, local_rows
+from cem_jax.parallel.distributed import global_arrays, local_rows, together
 from cem_jax.parallel.mesh import batch_sharding, in_mesh
 from cem_jax.train.loss import sum_of_losses
 
@@ -77,7 +77,8 @@ class Evaluator:
             )
             return losses.nats, losses.weight
 
-        self._sums = jax.jit(sums) if mesh is None else in_mesh(mesh, jax.jit(sums))
+        sums = together("the validation", jax.jit(sums))
+        self._sums = sums if mesh is None else in_mesh(mesh, sums)
 
     @property
     def batches(self) -> int:
