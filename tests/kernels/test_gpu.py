@@ -1,8 +1,10 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu_cases import SMALL, TAU, check, cotangents, draw, fused, plain, relative
+from fused_cases import SMALL, TAU, check, cotangents, draw, fused, plain, relative
 
 from cem_jax.kernels import gpu
 from cem_jax.kernels.inputs import Plan
@@ -30,7 +32,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_attention_and_its_gradients_are_those_of_dense(name):
     positions, what, context, blocks = CASES[name]
-    check(draw(positions, **what), context, blocks)
+    check(gpu, draw(positions, **what), context, blocks)
 
 
 @pytest.mark.slow
@@ -43,7 +45,7 @@ def test_attention_and_its_gradients_are_those_of_dense(name):
 def test_every_width_and_number_of_positions(positions, width, diagonal, context):
     for both in (False, True):
         inputs = draw(positions, width=width, diagonal=diagonal, segments=both, values=both)
-        check(inputs, context, blocks=None)
+        check(gpu, inputs, context, blocks=None)
 
 
 @pytest.mark.parametrize("context", ["none", "summed"])
@@ -57,7 +59,7 @@ def test_bfloat16_is_as_exact_as_unfused(context):
     bar = cotangents(low, context)
     plan = Plan(TAU, context, None, True)
     run = lambda f, inputs: jax.tree.leaves(jax.jit(f(plan))(inputs, bar))
-    exact, ours, theirs = run(plain, wide), run(fused, low), run(plain, low)
+    exact, ours, theirs = run(plain, wide), run(partial(fused, gpu), low), run(plain, low)
     names = ("lse", "o", *(("a",) if context == "summed" else ()), *"qkgh", "slopes", "self_bias")
     for name, x, y, z in zip(names, exact, ours, theirs, strict=True):
         if name not in ("slopes", "self_bias"):  # sums that cancel: an error is luck
@@ -84,7 +86,7 @@ def test_padding_is_poisoned_here():
 def test_same_inputs_same_bits():
     inputs = draw(129, width=56, segments=True, **SHARED)
     bar = cotangents(inputs, "summed")
-    run = jax.jit(fused(Plan(TAU, "summed", None, True)))
+    run = jax.jit(fused(gpu, Plan(TAU, "summed", None, True)))
     first = run(inputs, bar)
     for _ in range(4):
         jax.tree.map(np.testing.assert_array_equal, run(inputs, bar), first)
@@ -94,7 +96,7 @@ def test_large_scores_stay_finite():
     """Diagonal scores beyond float16 too."""
     inputs = draw(40, width=16, dtype=jnp.bfloat16, **SHARED)
     inputs = inputs._replace(q=1e4 * inputs.q, g=1e5 * inputs.g)
-    outputs, gradients = jax.jit(fused(Plan(1.0, "none", None, True)))(
+    outputs, gradients = jax.jit(fused(gpu, Plan(1.0, "none", None, True)))(
         inputs, cotangents(inputs, "none")
     )
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((outputs, gradients)))
@@ -102,7 +104,9 @@ def test_large_scores_stay_finite():
 
 def test_x64_changes_nothing(x64):
     inputs = draw(20, width=16, segments=True, **SHARED)
-    outputs, _ = jax.jit(fused(Plan(TAU, "none", None, True)))(inputs, cotangents(inputs, "none"))
+    outputs, _ = jax.jit(fused(gpu, Plan(TAU, "none", None, True)))(
+        inputs, cotangents(inputs, "none")
+    )
     assert {x.dtype for x in jax.tree.leaves(outputs)} == {jnp.dtype(jnp.float32)}
 
 
@@ -121,7 +125,7 @@ H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, pla
 def test_lowers_for_a_gpu(positions, what, context):
     inputs = draw(positions, **what)
     bar = cotangents(inputs, context)
-    f = jax.jit(fused(Plan(TAU, context)))
+    f = jax.jit(fused(gpu, Plan(TAU, context)))
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H200)):
         lowered = f.trace(inputs, bar).lower(lowering_platforms=("cuda",))
     kernels = lowered.as_text().count("__gpu$xla.gpu.triton")

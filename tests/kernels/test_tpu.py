@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import compiled_quickly
-from gpu_cases import cotangents, draw, plain, relative, score_gradient_sizes
+from fused_cases import check, cotangents, draw, fused, plain, relative, run
 from jax.experimental.pallas import tpu as pltpu
 
 from cem_jax.kernels import tpu
@@ -33,46 +33,10 @@ CASES = {
 }
 
 
-def fused(plan: Plan):
-    """inputs, cotangents → ((lse, o, a), gradients) by the kernels."""
-
-    def both(inputs, bar):
-        outputs = tpu.forward(inputs, plan)
-        return outputs, tpu.backward(inputs, plan, *outputs, bar)
-
-    return both
-
-
-def run(inputs: Inputs, context="none", blocks=None, interpret=True):
-    plan = Plan(TAU, context, blocks, interpret)
-    assert tpu.obstacle(inputs, plan) is None
-    bar = cotangents(inputs, context)
-    return compiled_quickly(fused(plan), inputs, bar)(inputs, bar)
-
-
-def check(inputs: Inputs, context="none", blocks=None, tolerance=1e-5):
-    """Outputs and gradients of the kernels are those of `dense`."""
-    (outputs, gradients), bar = run(inputs, context, blocks), cotangents(inputs, context)
-    plan = Plan(TAU, context)
-    expected, expected_gradients = compiled_quickly(plain(plan), inputs, bar)(inputs, bar)
-    assert jax.tree.structure(outputs) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
-        assert x.shape == y.shape and relative(x, y) <= tolerance
-    assert jax.tree.structure(gradients) == jax.tree.structure(expected_gradients)
-    for name in ("q", "k", "v", "g", "h"):
-        x, y = getattr(gradients, name), getattr(expected_gradients, name)
-        assert x is None or (x.dtype == y.dtype and relative(x, y) <= tolerance), name
-    sizes = jax.jit(lambda t, bar: score_gradient_sizes(t, plan, bar))(inputs, bar)
-    for name, size in zip(("self_bias", "slopes"), sizes, strict=True):
-        x, y = getattr(gradients, name), getattr(expected_gradients, name)
-        if x is not None:
-            assert (np.abs(x - y) <= tolerance * np.asarray(size)).all(), name
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_attention_and_its_gradients_are_those_of_dense(name):
     positions, what, context, blocks = CASES[name]
-    check(draw(positions, **what), context, blocks)
+    check(tpu, draw(positions, **what), context, blocks)
 
 
 @pytest.mark.slow
@@ -85,7 +49,7 @@ def test_attention_and_its_gradients_are_those_of_dense(name):
 def test_every_width_and_number_of_positions(positions, width, diagonal, context):
     for segments, values in product((False, True), repeat=2):
         inputs = draw(positions, width=width, diagonal=diagonal, segments=segments, values=values)
-        check(inputs, context, blocks=(128, 128))
+        check(tpu, inputs, context, blocks=(128, 128))
 
 
 @pytest.mark.parametrize("context", ["none", "summed"])
@@ -93,8 +57,8 @@ def test_unwritten_memory_and_races(context):
     """Scratch holds NaN before it is written; each run is watched for races, and runs agree."""
     inputs = draw(140, heads=2, width=12, dim=24, segments=True, **SHARED)
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    watched = run(inputs, context, (128, 128), params)
-    plainly = run(inputs, context, (128, 128), True)
+    watched = run(tpu, inputs, context, (128, 128), params)
+    plainly = run(tpu, inputs, context, (128, 128), True)
     for x, y in zip(jax.tree.leaves(watched), jax.tree.leaves(plainly), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
@@ -103,7 +67,7 @@ def test_five_runs_agree_to_the_bit():
     inputs = draw(200, heads=2, width=12, dim=24, **SHARED)
     plan = Plan(TAU, "none", (128, 128), True)
     bar = cotangents(inputs, "none")
-    both = compiled_quickly(fused(plan), inputs, bar)
+    both = compiled_quickly(fused(tpu, plan), inputs, bar)
     first, *rest = (jax.tree.leaves(both(inputs, bar)) for _ in range(5))
     for other in rest:
         for x, y in zip(first, other, strict=True):
@@ -129,7 +93,7 @@ def test_bfloat16_errs_no_more_than_xla(what):
     wide = Inputs(*(x if x is None else x.astype(jnp.float32) for x in inputs))
     bar = cotangents(inputs, "none")
     exact = compiled_quickly(plain(Plan(TAU)), wide, bar)(wide, bar)
-    found = run(inputs, "none", (128, 128))
+    found = run(tpu, inputs, "none", (128, 128))
     # a softmax rounded to bfloat16 by XLA too
     xla = compiled_quickly(plain(Plan(TAU)), inputs, bar)(inputs, bar)
     assert relative(found[0][0], exact[0][0]) <= 1e-5
@@ -143,7 +107,7 @@ def test_bfloat16_errs_no_more_than_xla(what):
 
 def test_float16_comes_back_as_float16():
     inputs = draw(130, dtype=jnp.float16, heads=1, width=12, dim=24, **SHARED)
-    (_, o, _), gradients = run(inputs, "none", (128, 128))
+    (_, o, _), gradients = run(tpu, inputs, "none", (128, 128))
     assert o.dtype == jnp.float32
     assert {gradients.q.dtype, gradients.h.dtype} == {jnp.dtype(jnp.float16)}
 
@@ -177,7 +141,7 @@ def test_lowers_for_tpus(kind, heads, width, dtype):
     with on_device(kind):
         plan = Plan(TAU, "summed")
         assert tpu.obstacle(inputs, plan) is None
-        traced = jax.jit(fused(plan)).trace(inputs, bar)
+        traced = jax.jit(fused(tpu, plan)).trace(inputs, bar)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") == 2
 
