@@ -251,11 +251,13 @@ def _add_data_commands(commands: Any) -> None:
         "--validation-fraction",
         type=_value(Annotated[float, Range(low=0, below=1)]),
         metavar="F",
-        help="share of the documents, chosen by hash, that becomes the validation split",
+        help="share of the documents, chosen by hash, that becomes the validation split (0.01)",
     )
     prepare.add_argument("--workers", type=_value(_COUNT), default=os.cpu_count() or 1, metavar="N")
     prepare.add_argument(
-        "--skip-bad-files", action="store_true", help="report unreadable files and go on"
+        "--skip-bad-files",
+        action="store_true",
+        help="report bad files, keep what comes before the fault, and go on",
     )
     prepare.add_argument("--check", type=_text, metavar="DIR", help="check an existing dataset")
 

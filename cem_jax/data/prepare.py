@@ -97,6 +97,13 @@ def prepare(
         description = corpus.describe(loaded, separator, shards)
         (partial / MODEL).write_bytes(loaded.model_bytes)
         (partial / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+    if by_hash and validation_fraction and not description["splits"].get("validation"):
+        print(
+            f"cem: warning: no document fell into the validation split ({validation_fraction:.2%} "
+            "by hash): a corpus this small needs a larger --validation-fraction, or a folder named "
+            "validation",
+            file=sys.stderr,
+        )
     return _totals(description) | corpus.report(found.ignored) | {"output": str(output)}
 
 
@@ -264,7 +271,9 @@ class _Corpus:
     def _bad_file(self, index: int, fault: str) -> None:
         message = f"{self.files[index].path}: {fault}"
         if not self.skip_bad_files:
-            raise UserError(f"{message} (--skip-bad-files goes on without it)")
+            raise UserError(
+                f"{message} (--skip-bad-files keeps what comes before the fault and goes on)"
+            )
         self.tallies[index].bad = True
         self.bad_files.append(message)
 

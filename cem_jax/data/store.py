@@ -75,7 +75,10 @@ class Dataset:
     def split(self, name: str) -> Split:
         """One split by name; UserError naming those there are."""
         if name not in self.splits:
-            raise UserError(f"{self.path} has no split {name!r}; it has {', '.join(self.splits)}")
+            raise UserError(
+                f"{self.path} has no split {name!r}; it has {', '.join(self.splits)} "
+                "(`cem prepare` makes one of a folder of that name, or by --validation-fraction)"
+            )
         return self.splits[name]
 
 

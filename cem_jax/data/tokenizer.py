@@ -1,6 +1,7 @@
 """SentencePiece tokenizers: loading, exact encoding and decoding, and `cem tokenizer`."""
 
 import argparse
+import contextlib
 import hashlib
 import os
 import sys
@@ -178,4 +179,6 @@ def _write_atomically(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
         partial.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise UserError(f"--output {path} cannot be written: {error.strerror}") from None

@@ -76,7 +76,10 @@ def sample_documents(files: Sequence[SourceFile], *, column: str, sample_bytes: 
     if problems:
         raise UserError(*problems)
     if not documents:
-        raise UserError(f"no usable document with a column {column!r} in the input")
+        shown = ", ".join(str(file.path) for file in files[:3]) + (", …" if len(files) > 3 else "")
+        raise UserError(
+            f"no usable document in {shown}: empty, not UTF-8 text, or without a field {column!r}"
+        )
     return documents
 
 
@@ -118,4 +121,5 @@ def _explain(message: str, vocab_size: int) -> str:
             f"--vocab-size {vocab_size} is too small: 256 byte pieces, control pieces and the "
             f"characters of this text need {least[1]}"
         )
-    return f"SentencePiece could not train on this text: {message}"
+    reason = message.rpartition("] ")[2] or message  # behind the place in its source code
+    return f"SentencePiece could not learn {vocab_size} pieces from this text: {reason}"

@@ -30,6 +30,7 @@ from cem_jax.train.rundir import (
     agreed_facts,
     check_same_run,
     only_writer,
+    read_config,
     with_absolute_paths,
     write_run_files,
 )
@@ -65,6 +66,8 @@ def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
         start = int(state.step)
         distributed.progress(f"step {start}, before the first one here")
         if start >= total:
+            if distributed.is_first() and read_config(workdir) != config:  # the data has moved
+                write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
             print(f"finished: {workdir} is at step {start} of {total}", file=stream)
             return _result(start, extra.get("loss"), checkpointer)
         if distributed.is_first():

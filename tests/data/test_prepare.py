@@ -288,3 +288,16 @@ def test_every_broken_file_of_the_shared_data(tmp_path, shared_data, model_file)
             assert np.count_nonzero(stream <= 2) == result["documents"]  # only the separators
             shutil.rmtree(out)
         assert left_behind(tmp_path) == []
+
+
+def test_a_corpus_too_small_for_its_validation_fraction_is_told(
+    tmp_path, texts, model_file, capsys
+):
+    write_jsonl(tmp_path / "a.jsonl", texts[:3])
+    source, how = [str(tmp_path / "a.jsonl")], dict(validation_fraction=1e-9)
+    prepare(source, model_file, tmp_path / "one", **how)
+    assert "--validation-fraction" in capsys.readouterr().err
+    prepare(source, model_file, tmp_path / "two", validation_fraction=0.0)
+    assert "--validation-fraction" not in capsys.readouterr().err
+    with pytest.raises(UserError, match="--validation-fraction"):
+        open_dataset(tmp_path / "one").split("validation")

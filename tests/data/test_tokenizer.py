@@ -1,4 +1,6 @@
 import argparse
+import errno
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -159,3 +161,14 @@ def test_llama_style_model_as_it_is(shared_data):
     assert (mistral.vocab_size, mistral.bos_id, mistral.eos_id) == (32_000, 1, 2)
     assert mistral.encode("Hello world") == [22557, 1526]
     assert mistral.decode([22557, 1526]) == "Hello world"
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path, monkeypatch):
+    def fill_up(path, content):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill_up)
+    with pytest.raises(UserError, match="No space left"):
+        tokenizer_module._write_atomically(tmp_path / "t.model", b"model")
+    assert not list(tmp_path.iterdir())

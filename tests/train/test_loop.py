@@ -112,6 +112,13 @@ def test_a_relative_dataset_is_found_from_anywhere(dataset, whole, tmp_path, mon
     assert loop.train(tiny_config(data__path=dataset.name), whole[0])["step"] == 8
 
 
+def test_a_finished_run_follows_its_data(dataset, tmp_path):
+    loop.train(tiny_config(data__path=str(dataset), train__steps=1), tmp_path / "run")
+    moved = shutil.copytree(dataset, tmp_path / "moved")
+    loop.train(tiny_config(data__path=str(moved), train__steps=1), tmp_path / "run")
+    assert Run.open(tmp_path / "run").config.data.path == str(moved)
+
+
 def test_another_dataset_is_refused(whole, tmp_path):
     other = tiny_dataset(tmp_path, seed=1)
     with pytest.raises(UserError, match="trained on dataset"):
