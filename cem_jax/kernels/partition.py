@@ -1,9 +1,10 @@
-"""A fused kernel under a mesh: each device runs it on its own rows and heads.
+"""Attention under a mesh: each device computes its own rows, heads and positions.
 
-XLA cannot split a kernel by itself, so `over_mesh` wraps it in a shard_map over the mesh in use
-(`jax.set_mesh`). The axes are known by name; an axis of another name, or of size 1, is ignored.
-Arrays that all heads share (g, h, a) are copies on the devices of a row, and their gradients are
-summed over these devices; so are the gradients of the scores' biases over the batch.
+XLA cannot split a kernel by itself, so `forward_over_mesh` and `backward_over_mesh` wrap it in a
+shard_map over the mesh in use (`jax.set_mesh`). The axes are known by name; an axis of another
+name, or of size 1, is ignored. Arrays that all heads share (g, h, a) are copies on the devices of a
+row, and their gradients are summed over these devices; so are the gradients of the scores' biases
+over the batch. What split positions need besides is in `context`.
 
 Shapes: B batch · J positions · K heads · R head dim · D model dim.
 """
