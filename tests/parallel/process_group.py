@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tiny
 
+from cem_jax.train.integrity import LIST_NAME
 from cem_jax.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -80,8 +81,15 @@ class Group:
 
     def await_steps(self, workdir: Path, count: int) -> None:
         """Until the run in `workdir` has logged `count` steps."""
+        self._until(lambda: len(losses(workdir)) >= count)
+
+    def await_checkpoint(self, workdir: Path) -> None:
+        """Until there is a complete one."""
+        self._until(lambda: any(workdir.glob(f"checkpoints/*0/{LIST_NAME}")))
+
+    def _until(self, condition) -> None:
         deadline = time.monotonic() + PATIENCE
-        while len(losses(workdir)) < count:
+        while not condition():
             assert time.monotonic() < deadline, [self.output(i) for i in range(len(self._outputs))]
             ended = [p.poll() for p in self.processes]
             assert ended == [None] * len(ended), [self.output(i) for i in range(len(ended))]

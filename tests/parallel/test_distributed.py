@@ -113,7 +113,7 @@ def test_killed_and_continued_by_another_number(before, killed, after, dataset, 
     workdir = tmp_path / "run"
     arguments = flags(workdir, dataset, **LONG)
     with Group(tmp_path / "first", before, arguments) as group:
-        group.await_steps(workdir, 15)
+        group.await_checkpoint(workdir)
         started = time.monotonic()
         group.send(KILL, *killed)
         statuses = group.wait()
