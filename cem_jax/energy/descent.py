@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from cem_jax.energy.norm import force_at_state, rms_norm
-from cem_jax.kernels import OUTPUT
+from cem_jax.kernels import OUTPUT, target_platform
 
 # Unrolled, what the backward pass needs of each step stays where it is instead of being copied into
 # one stacked array: on CPU a fifth of a T = 2 training step's time, on a TPU at T = 8 three
@@ -50,4 +50,6 @@ def descend(
 
     keep = jax.checkpoint_policies.save_only_these_names(OUTPUT)
     body = jax.checkpoint(step, policy=keep) if remat else step
-    return jax.lax.scan(body, x, length=steps, unroll=min(steps, _UNROLLED))[0]
+    # XLA on CPU undoes rematerialisation where there is no loop
+    unroll = 1 if remat and target_platform() == "cpu" else min(steps, _UNROLLED)
+    return jax.lax.scan(body, x, length=steps, unroll=unroll)[0]
