@@ -57,11 +57,11 @@ def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
     config = with_absolute_paths(config)
     setup = prepare_run(config)
     check_same_run(workdir, config)
+    fingerprint = setup.mixture.fingerprint
+    distributed.agree(lambda: agreed_facts(config, fingerprint, _newest(workdir)))
     total = config.total_steps
     keep = dict(keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best)
     with only_writer(workdir), Checkpointer(workdir / "checkpoints", **keep) as checkpointer:
-        fingerprint = setup.mixture.fingerprint
-        distributed.agree(lambda: agreed_facts(config, fingerprint, checkpointer.latest_step()))
         state, extra = _start(setup, checkpointer)
         start = int(state.step)
         distributed.progress(f"step {start}, before the first one here")
@@ -80,6 +80,12 @@ def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
                 loss = loop.run(state, start, stop)
         checkpointer.wait()
         return _result(total, loss, checkpointer)
+
+
+def _newest(workdir: Path) -> int | None:
+    quiet = dict(keep=1, keep_best=False, report=lambda line: None)
+    with Checkpointer(workdir / "checkpoints", **quiet) as found:
+        return found.latest_step()
 
 
 class _Nowhere(io.TextIOBase):
