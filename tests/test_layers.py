@@ -32,7 +32,8 @@ ALLOWED = {
 # Commands (verify, evaluate, generate, summary, demo, …) and experiments may import all but cli.
 ALLOWED["experiments"] = {*ALLOWED, "commands"}
 ALLOWED["commands"] = {*ALLOWED, "experiments"}
-ALLOWED["cli"] = {"errors", "config"}
+ALLOWED["arguments"] = {"errors", "config"}
+ALLOWED["cli"] = {"arguments", "errors", "config"}
 ALLOWED["main"] = {"cli"}
 
 # Files that take plain arguments, so that they can be used without a configuration.
@@ -44,7 +45,7 @@ def layer(module):
     first = module.split(".")[1] if "." in module else ""
     if first in CONFIG:
         return "config"
-    if first in LIBRARY or first == "cli":
+    if first in LIBRARY or first in {"cli", "arguments"}:
         return first
     return {"": "root", "__main__": "main"}.get(first, "commands")
 

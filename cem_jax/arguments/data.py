@@ -1,0 +1,71 @@
+"""Arguments of the commands that make datasets: tokenizer, prepare."""
+
+import argparse
+import os
+from typing import Annotated, Any
+
+from cem_jax.arguments.common import COUNT, text, value
+from cem_jax.overrides import Range
+
+
+def add(commands: Any) -> None:
+    tokenizer = commands.add_parser("tokenizer", help="train a SentencePiece tokenizer")
+    _add_inputs(tokenizer, required=True)
+    tokenizer.add_argument("--output", type=text, required=True, metavar="FILE")
+    tokenizer.add_argument(
+        "--vocab-size", type=value(Annotated[int, Range(low=2)]), required=True, metavar="N"
+    )
+
+    prepare = commands.add_parser(
+        "prepare", help="turn text into a dataset of token shards, or check one"
+    )
+    _add_inputs(prepare, required=False)
+    prepare.add_argument("--tokenizer", type=text, metavar="FILE")
+    prepare.add_argument("--output", type=text, metavar="DIR")
+    prepare.add_argument(
+        "--separator",
+        choices=("bos", "eos", "both"),
+        default="bos",
+        help="token between documents (default: %(default)s)",
+    )
+    prepare.add_argument(
+        "--validation-fraction",
+        type=value(Annotated[float, Range(low=0, below=1)]),
+        metavar="F",
+        help="share of the documents, chosen by hash, that becomes the validation split (0.01)",
+    )
+    prepare.add_argument("--workers", type=value(COUNT), default=os.cpu_count() or 1, metavar="N")
+    prepare.add_argument(
+        "--skip-bad-files",
+        action="store_true",
+        help="report bad files, keep what comes before the fault, and go on",
+    )
+    prepare.add_argument("--check", type=text, metavar="DIR", help="check an existing dataset")
+    prepare.set_defaults(problems=_prepare_problems)
+
+
+def _add_inputs(parser: argparse.ArgumentParser, required: bool) -> None:
+    parser.add_argument(
+        "--input",
+        type=text,
+        nargs="+",
+        required=required,
+        metavar="PATH",
+        help="files or folders: .txt, .jsonl, .parquet, and .gz or .zst of them",
+    )
+    parser.add_argument(
+        "--text-column",
+        type=text,
+        default="text",
+        metavar="NAME",
+        help="field of .jsonl and .parquet records (default: %(default)s)",
+    )
+
+
+def _prepare_problems(args: argparse.Namespace) -> list[str]:
+    needed = {"--input": args.input, "--tokenizer": args.tokenizer, "--output": args.output}
+    if args.check is not None:
+        extra = [flag for flag, value in needed.items() if value is not None]
+        return [f"--check goes without {', '.join(extra)}"] if extra else []
+    missing = [flag for flag, value in needed.items() if value is None]
+    return [f"prepare needs {', '.join(missing)} (or --check DIR)"] if missing else []
