@@ -1,6 +1,6 @@
 """The record of a run: `metrics.jsonl`, one JSON object a line, and TensorBoard beside it.
 
-Every line has `step` and `kind` (train | eval | event). A run that resumes at step s drops what
+Every line has `step` and `kind` (train | eval | energies | event; docs/metrics.md). A run that resumes at step s drops what
 was written about later steps, so that each step stands once however often the run was killed.
 NaN and infinities become null: a line is valid JSON for every reader.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from cem_jax.errors import UserError
 
 FILE_NAME = "metrics.jsonl"
-KINDS = ("train", "eval", "event")
+KINDS = ("train", "eval", "energies", "event")
 
 
 class MetricsWriter:
@@ -51,7 +51,7 @@ class MetricsWriter:
         """Append one line and hand it to the operating system.
 
         Args:
-          kind: "train", "eval" or "event".
+          kind: one of `KINDS`.
           step: updates done so far.
           values: numbers (0-d arrays too), strings, None, or lists and dicts of them.
         """
