@@ -1,7 +1,8 @@
 """The record of a run: `metrics.jsonl`, one JSON object a line, and TensorBoard beside it.
 
-Every line has `step` and `kind` (train | eval | energies | event; docs/metrics.md). A run that resumes at step s drops what
-was written about later steps, so that each step stands once however often the run was killed.
+Every line has `step` and `kind` (train | eval | energies | event; docs/metrics.md says more). A run
+that resumes at step s drops what was written about later steps, so that each step stands once
+however often the run was killed.
 NaN and infinities become null: a line is valid JSON for every reader.
 """
 
