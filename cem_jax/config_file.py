@@ -1,4 +1,4 @@
-"""Running a configuration file: `file.py` or `file.py:argument` to a nested dict of raw values."""
+"""Running a configuration file, `file.py` or `file.py:argument`."""
 
 import contextlib
 import importlib
@@ -6,7 +6,7 @@ import inspect
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,29 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """What `get_config()` in the file returns. Raises UserError naming the file, and the line
-    where there is one, when the file is missing, fails, or returns no ConfigDict.
+    """What `get_config()` in the file returns. Raises UserError as `call_in_file` does, and when
+    it returns no ConfigDict.
+    """
+
+    def as_dict(config: Any) -> dict[str, Any]:
+        if not isinstance(config, ml_collections.ConfigDict):
+            raise UserError(
+                f"{split_argument(path)[0]}: get_config() must return a ml_collections.ConfigDict, "
+                f"not {type(config).__name__}"
+            )
+        return config.to_dict()
+
+    return call_in_file(path, "get_config", as_dict)
+
+
+def call_in_file(path: str, function: str, use: Callable[[Any], Any]) -> Any:
+    """`use(result)` of `function()` in `file.py`, or of `function(argument)` in `file.py:argument`.
 
     The file may import its neighbours by name, and the shipped configurations as
-    `from configs import base`, whatever the working directory is.
+    `from configs import base`, whatever the working directory is. Raises UserError naming the file,
+    and the line where there is one, when the file is missing, fails, or has no such function.
     """
-    file, argument = _split_argument(path)
+    file, argument = split_argument(path)
     if file.is_dir():
         raise UserError(f"{file}: a directory; a configuration is a Python file")
     if file.suffix != ".py":
@@ -35,42 +51,37 @@ def read_config_file(path: str) -> dict[str, Any]:
         raise UserError(f"{file}: {error.strerror or error}") from None
     with _importable(file.resolve().parent):
         try:
-            return _run(file, source, argument)
+            return use(_run(file, source, function, argument))
         except UserError:
             raise
         except (Exception, SystemExit) as error:
             raise UserError(_located(error, file)) from None
 
 
-def _split_argument(path: str) -> tuple[Path, list[str]]:
+def split_argument(path: str) -> tuple[Path, list[str]]:
+    """`file.py:argument` as (file.py, [argument]); without an argument, (path, [])."""
     if not Path(path).exists() and ".py:" in path:
         stem, _, argument = path.partition(".py:")
         return Path(stem + ".py"), [argument]
     return Path(path), []
 
 
-def _run(file: Path, source: bytes, argument: list[str]) -> dict[str, Any]:
+def _run(file: Path, source: bytes, function: str, argument: list[str]) -> Any:
     module = types.ModuleType("cem_jax_user_config")
     module.__file__ = str(file)
     exec(compile(source, str(file), "exec", dont_inherit=True), module.__dict__)
-    get_config = getattr(module, "get_config", None)
-    if not callable(get_config):
-        raise UserError(f"{file}: defines no function get_config()")
+    call = getattr(module, function, None)
+    if not callable(call):
+        raise UserError(f"{file}: defines no function {function}()")
     try:
-        inspect.signature(get_config).bind(*argument)
+        inspect.signature(call).bind(*argument)
     except TypeError:
         if argument:
             raise UserError(
-                f"{file}: get_config() takes no argument, but {argument[0]!r} was given"
+                f"{file}: {function}() takes no argument, but {argument[0]!r} was given"
             ) from None
-        raise UserError(f"{file}: get_config() needs an argument: {file}:ARGUMENT") from None
-    config = get_config(*argument)
-    if not isinstance(config, ml_collections.ConfigDict):
-        raise UserError(
-            f"{file}: get_config() must return a ml_collections.ConfigDict, "
-            f"not {type(config).__name__}"
-        )
-    return config.to_dict()
+        raise UserError(f"{file}: {function}() needs an argument: {file}:ARGUMENT") from None
+    return call(*argument)
 
 
 def _located(error: BaseException, file: Path) -> str:
