@@ -30,9 +30,10 @@ _RUNS = {
     "verify": "cem_jax.verify",
     "tokenizer": "cem_jax.data.tokenizer",
     "prepare": "cem_jax.data.prepare",
+    "sweep": "cem_jax.experiments.sweep",
     "demo": "cem_jax.demo",
 }
-_WITH_CONFIG = ("train", "verify", "inspect", "compile")
+_WITH_CONFIG = ("train", "verify", "inspect", "compile", "sweep")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,8 +2,8 @@
 
     cem train --config configs/llama_256m.py --config.data.path=DATASET --workdir runs/llama_256m
 
-The paper does not say which model its 256M is. Width, depth and MLP here are our guess: the widths of
-Table 1 continued to a total near 256M. All else is Table 2's.
+The paper does not say which model its 256M is. Width, depth and MLP here are our guess: Table 1
+continued to a total near 256M. All else is Table 2's.
 DATASET is a directory written by `cem prepare`; the paper's is SlimPajama with Llama's tokenizer.
 19,452 steps of 128 sequences of 2048 tokens: 20 tokens a parameter.
 """

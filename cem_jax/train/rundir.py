@@ -78,7 +78,7 @@ def check_same_run(workdir: Path, config: Config) -> None:
         if unfit:
             raise UserError(f"{workdir}: has {unfit[0]}/ but no config.json; use another --workdir")
         return
-    changed = [d for d in differences(present, config) if not _is_free(d.partition(":")[0])]
+    changed = [d for d in differences(present, config) if not is_free(d.partition(":")[0])]
     if changed:
         raise UserError(
             f"{workdir}: belongs to a run of another configuration; use another --workdir, or "
@@ -87,7 +87,8 @@ def check_same_run(workdir: Path, config: Config) -> None:
         )
 
 
-def _is_free(field: str) -> bool:
+def is_free(field: str) -> bool:
+    """Whether the dotted field may differ when a run goes on."""
     return field.partition(".")[0] in FREE_SECTIONS or field in FREE_FIELDS
 
 

@@ -1,0 +1,1 @@
+"""The paper's experiments: its synthetic study, its figures."""

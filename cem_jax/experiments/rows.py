@@ -1,0 +1,112 @@
+"""The row of a finished run: what it was, what it cost, what it reached. One small JSON file each.
+
+A sweep's directory holds it as <run>/row.json; `--results DIR` keeps a copy as DIR/<run>.json, and a
+run whose row is there is not run again. `cem report` reads both.
+"""
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cem_jax import evaluate
+from cem_jax.errors import UserError
+from cem_jax.experiments.grid import Run
+from cem_jax.model import pure
+from cem_jax.train.flops import training_flops_per_token
+from cem_jax.train.metrics import read_metrics
+
+FORMAT = "cem_jax row 1"
+SPLIT = "test"
+
+
+def measure(run: Run, workdir: Path, dataset: str) -> dict[str, Any]:
+    """The row of a run that was trained in `workdir`, evaluated on the test split.
+
+    Its last validation is taken if that was of the test split; otherwise it is evaluated here.
+    """
+    lines = read_metrics(workdir)
+    config = run.config
+    tokens = config.total_steps * config.tokens_per_step
+    device = jax.devices()[0]
+    result = _last_validation(lines, config.total_steps) or _evaluate(workdir)
+    at_steps = {str(steps): _evaluate(workdir, steps)["loss"] for steps in run.evaluate_steps}
+    return {
+        "format": FORMAT,
+        "run": run.name,
+        "key": run.key,
+        "size": run.size,
+        "learning_rate": config.optimizer.learning_rate,
+        "seed": run.seed,
+        "parameters": pure.count(config.model),
+        "training_flops": tokens * training_flops_per_token(config.model, config.data.context),
+        "tokens": tokens,
+        "steps": config.total_steps,
+        "seconds": training_seconds(lines),
+        "split": SPLIT,
+        **{name: result[name] for name in ("loss", "perplexity", "bits_per_byte")},
+        "loss_at_steps": at_steps,
+        "dataset": dataset,
+        "device": f"{jax.device_count()} × {device.device_kind}, {os.cpu_count()} CPU cores",
+        "versions": {name: version(name) for name in ("cem_jax", "jax")},
+        "config": config.to_dict(),
+    }
+
+
+def training_seconds(lines: list[dict[str, Any]]) -> float | None:
+    """Seconds of all steps, compilation and pauses apart; None where too few were measured."""
+    train = [line for line in lines if line["kind"] == "train"]
+    known = [line["step_seconds"] for line in train if line["step_seconds"] is not None]
+    if not known:
+        return None
+    total, before, seconds = 0.0, 0, known[0]
+    for line in train:
+        seconds = line["step_seconds"] if line["step_seconds"] is not None else seconds
+        total += seconds * (line["step"] - before)
+        before = line["step"]
+    return total
+
+
+def read_rows(folder: Path) -> dict[str, dict[str, Any]]:
+    """The rows in `folder` and in the folders within it, by the runs' names.
+
+    Raises UserError for a file that is no JSON; JSON files that hold no row are passed over.
+    """
+    rows, problems = {}, []
+    for file in sorted([*folder.glob("*.json"), *folder.glob("*/*.json")]):
+        try:
+            values = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            problems.append(f"{file}: cannot be read as JSON: {error}")
+            continue
+        if isinstance(values, Mapping) and values.get("format") == FORMAT:
+            rows[values["run"]] = values
+    if problems:
+        raise UserError(*problems)
+    return rows
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _last_validation(lines: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
+    found = [line for line in lines if line["kind"] == "eval" and line["step"] == step]
+    return next((line for line in found if line["split"] == SPLIT), None)
+
+
+def _evaluate(workdir: Path, steps: int | None = None) -> dict[str, Any]:
+    arguments = dict(attention_steps=steps, mlp_steps=steps, step=None, batch=None, json=True)
+    return evaluate.run(Namespace(workdir=str(workdir), split=SPLIT, **arguments))

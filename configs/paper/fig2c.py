@@ -1,0 +1,33 @@
+"""Figure 2c: steps of recursion and preconditioners in CEM attention.
+
+    cem sweep --config configs/paper/fig2c.py --workdir runs/paper --config.data.path=DATA
+    cem sweep --config configs/paper/fig2c.py:mini --workdir runs/mini --config.data.path=DATA
+
+T = 1 and 2 (x axis) with no preconditioner, a diagonal one, and one with a part of rank 4 besides
+(colours), in a Llama whose attention is replaced. The dashed line is Llama.
+"""
+
+from collections.abc import Iterator
+
+from ml_collections import ConfigDict
+
+from cem_jax.experiments.grid import Arm, Sweep
+from configs.paper import arms, sizes
+
+
+def get_sweep(size: str = "paper") -> Sweep:
+    return Sweep(
+        name="fig2c",
+        title="Recursion and preconditioners in CEM attention",
+        plot="steps",
+        **sizes.at(sizes.sizes(size), arms_of),
+    )
+
+
+def arms_of(llama: ConfigDict) -> Iterator[Arm]:
+    yield Arm("Llama", llama)
+    for preconditioner in arms.PRECONDITIONERS:
+        for steps in (1, 2):
+            model = arms.cem_attention(llama, steps=steps, preconditioner=preconditioner)
+            series = arms.PRECONDITIONERS[preconditioner]
+            yield Arm(f"T = {steps}, {series}", model, series, steps)

@@ -1,0 +1,45 @@
+"""The Llama that the figures' arms are changes of at size "mini": minutes on a CPU.
+
+    cem train --config configs/paper/mini.py --config.data.path=DATASET --workdir runs/mini
+
+DATASET is a directory written by `cem prepare` with a tokenizer of at most 2,048 pieces and splits
+train and test.
+"""
+
+import ml_collections
+
+from configs import base
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = base.get_config()
+    c.model.vocab_size = 2048
+    c.model.dim = 96
+    c.model.layers = 4
+    c.model.scan_layers = False
+
+    c.model.attention.kind = "llama"
+    c.model.attention.heads = 4
+    c.model.attention.steps = 1
+    c.model.attention.position = "rope"
+    c.model.attention.self_bias = False
+
+    c.model.mlp.kind = "gated"
+    c.model.mlp.dim = 256
+    c.model.mlp.steps = 1
+
+    c.data.context = 128
+
+    c.optimizer.learning_rate = 0.008
+
+    c.train.tokens = 2_500_000
+    c.train.global_batch = 8
+    c.train.compute_dtype = "float32"
+
+    c.checkpoint.every = 1000
+    c.checkpoint.keep = 1
+    c.checkpoint.keep_best = False
+    c.eval.every = 1_000_000
+    c.eval.split = "test"  # once, after the last step: nothing is chosen by it
+    c.log.tensorboard = False
+    return c

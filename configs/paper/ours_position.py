@@ -1,0 +1,29 @@
+"""Beyond the paper: rotary positions in CEM attention, against ALiBi.
+
+    cem sweep --config configs/paper/ours_position.py --workdir runs/paper --config.data.path=DATA
+
+The paper drops rotary positions since values would depend on the query. With rotated keys as values
+and one rotation back they need not (docs/mathematics.md). T = 2, no preconditioner, Llama's MLPs.
+"""
+
+from collections.abc import Iterator
+
+from ml_collections import ConfigDict
+
+from cem_jax.experiments.grid import Arm, Sweep
+from configs.paper import arms, sizes
+
+
+def get_sweep(size: str = "paper") -> Sweep:
+    return Sweep(
+        name="ours_position",
+        title="Positions in CEM attention, T = 2",
+        plot="arms",
+        **sizes.at(sizes.sizes(size, sizes.SMALLEST), arms_of),
+    )
+
+
+def arms_of(llama: ConfigDict) -> Iterator[Arm]:
+    yield Arm("Llama", llama)
+    for position, name in (("alibi", "ALiBi"), ("rope", "rotary")):
+        yield Arm(name, arms.cem_attention(llama, steps=2, position=position))
