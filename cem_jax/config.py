@@ -178,7 +178,9 @@ class CheckpointConfig:
     every: Count
     keep: Count
     keep_best: bool
+    keep_every: Count | None
     every_minutes: Positive | None
+    grace_seconds: Positive
 
 
 @dataclass(frozen=True)

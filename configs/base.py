@@ -108,7 +108,9 @@ def get_config() -> ml_collections.ConfigDict:
     k.every = 1000  # steps
     k.keep = 2  # newest checkpoints kept
     k.keep_best = True  # keep the best by validation loss beside them
+    k.keep_every = config_dict.placeholder(int)  # save at multiples of so many steps, keep for ever
     k.every_minutes = config_dict.placeholder(float)  # and after so many minutes
+    k.grace_seconds = 240.0  # from SIGTERM to the end, saved or not: less than the scheduler's
 
     c.eval = e = ml_collections.ConfigDict()
     e.every = 1000  # steps between validations during training

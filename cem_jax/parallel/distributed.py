@@ -6,13 +6,14 @@ process without any communication.
 
 import atexit
 import json
+import sys
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -148,6 +149,14 @@ def progress(where: str) -> None:
     """The run has got to `where`: the watchdog waits anew."""
     if _session is not None:
         _session.watchdog.progress(where)
+
+
+def leave(code: int, line: str) -> NoReturn:
+    """Say `line` and end this process at once, from any thread; the others end as well."""
+    if _session is not None:
+        _session.watchdog.abandon(line, code=code)
+    print(f"cem: error: {line}", file=sys.__stderr__, flush=True)
+    end_at_once(code)
 
 
 def lost(error: BaseException) -> None:

@@ -1,18 +1,20 @@
 """Checkpoints of a run: asynchronous saves, retention, and restores that survive damage.
 
-A checkpoint is one directory `<directory>/<step>/`, written by Orbax under another name and
-renamed when complete:
+A checkpoint is one directory `<directory>/<step>/`, written by Orbax, where directories can be
+renamed under another name until it is complete:
 
     state/             the arrays, as a nested dict of string keys (OCDBT, zstd)
     info/metadata      JSON: step, metric, every array's dtype and shape, the caller's `extra`
     checksums.sha256   every file's SHA-256, written last
 
-Only directories with a checksum list count as checkpoints. The newest `keep` are kept, and the one
-with the lowest metric beside them; nothing is removed before the save that replaces it is complete.
+Only directories with a checksum list count as checkpoints. The newest `keep` stay, beside them the
+one with the lowest metric and the milestones, every so many steps; nothing is removed before the
+save that replaces it is complete.
 """
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -29,9 +31,12 @@ from cem_jax.errors import RunFailed, UserError
 from cem_jax.parallel import distributed
 from cem_jax.train.integrity import find_damage, is_whole, write_checksums
 from cem_jax.train.naming import as_array, describe, differences, named_leaves, nested, placed
+from cem_jax.train.orbax_errors import RAISED_ANYWAY, one_line
+from cem_jax.train.places import doomed, entries, finish_removal, is_url, place, remove, set_aside
 
 _INFO_FILE = "info/metadata"
 _NAME = re.compile(r"(\d+)(\.replaced)?")  # .replaced: set aside while its step is saved again
+_WITHOUT_RENAME = ocp.path.atomicity.CommitFileTemporaryPath
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)")
 
 
@@ -48,6 +53,7 @@ class Checkpointer:
     Args:
       keep: how many of the newest checkpoints stay, at least 1.
       keep_best: whether the one with the lowest metric stays as well.
+      keep_every: those whose step is a multiple of it stay for ever; None: no others.
       report: called with one plain line for each thing worth telling (default: stderr).
     """
 
@@ -57,23 +63,25 @@ class Checkpointer:
         *,
         keep: int,
         keep_best: bool,
+        keep_every: int | None = None,
         report: Callable[[str], None] = _warn,
     ):
         if keep < 1:
             raise UserError(f"checkpoint.keep must be at least 1, not {keep}")
-        text = os.fspath(directory)
-        self.directory = epath.Path(text if "://" in text else os.path.abspath(text))
+        self.directory = place(directory)
         self._writes = distributed.is_first()
-        self._keep, self._keep_best = keep, keep_best
+        self._keep, self._keep_best, self._keep_every = keep, keep_best, keep_every
         self._report = report if self._writes else lambda line: None
         self._reported: set[str] = set()
         self._damaged: dict[int, str] = {}  # step -> what is wrong with it
         self._metrics: dict[int, float | None] = {}
         self._saving: int | None = None  # the step being written in the background
         self._cleaned = False
+        logging.getLogger("absl").addFilter(RAISED_ANYWAY)
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(),
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+            temporary_path_class=_WITHOUT_RENAME if is_url(self.directory) else None,
         )
 
     def __enter__(self) -> "Checkpointer":
@@ -205,7 +213,7 @@ class Checkpointer:
             except Exception as error:
                 if distributed.processes() > 1:
                     raise self._unreadable(candidate, error) from error
-                self._note_damage(candidate, _one_line(error))
+                self._note_damage(candidate, one_line(error))
                 continue
             if step is None and candidate != candidates[0]:
                 self._report(f"continuing from checkpoint {candidate} in {self.directory}")
@@ -231,10 +239,11 @@ class Checkpointer:
     def _paths(self) -> dict[int, epath.Path]:
         """Complete checkpoints by step; tells once of directories that only look like one."""
         paths: dict[int, epath.Path] = {}
-        if not self.directory.is_dir():
-            return paths
-        for path in sorted(self.directory.iterdir(), key=lambda p: p.name):
+        gone = doomed(self.directory)
+        for path in entries(self.directory):
             match = _NAME.fullmatch(path.name)
+            if path.name in gone:
+                continue
             if match and is_whole(path):
                 paths.setdefault(int(match[1]), path)  # "30" sorts before "30.replaced"
             elif (match or _LEFTOVER.fullmatch(path.name)) and not self._is_own(path):
@@ -266,7 +275,7 @@ class Checkpointer:
 
     def _unreadable(self, step: int, error: Exception) -> RunFailed:
         where = f"checkpoint {step} in {self.directory} cannot be read"
-        return RunFailed(f"{where} by {distributed.whoami()}: {_one_line(error)}")
+        return RunFailed(f"{where} by {distributed.whoami()}: {one_line(error)}")
 
     def _sound(self, step: int) -> bool:
         damage = find_damage(self._paths()[step])
@@ -336,15 +345,12 @@ class Checkpointer:
             self._cleaned = True
         path = self.directory / str(step)
         if is_whole(path):
-            aside = self.directory / f"{step}.replaced"
-            if aside.exists():
-                aside.rmtree()
-            path.rename(aside)
+            set_aside(path, self.directory / f"{step}.replaced")
 
     def _clear_leftovers(self) -> None:
-        for path in list(self.directory.iterdir()):
+        for path in entries(self.directory):
             if _LEFTOVER.fullmatch(path.name):
-                path.rmtree()
+                finish_removal(path)
 
     def _retain(self, newest: int) -> None:
         """Remove what retention lets go, now that `newest` is complete.
@@ -356,21 +362,18 @@ class Checkpointer:
         paths = self._paths()
         earlier = [step for step in self.steps() if step < newest]
         kept = {newest, *earlier[::-1][: self._keep - 1]}
+        if self._keep_every is not None:
+            kept |= {step for step in earlier if step % self._keep_every == 0}
         best = self._best((*earlier, newest)) if self._keep_best else None
         kept_paths = {paths[step] for step in kept | ({best} - {None})}
-        for path in list(self.directory.iterdir()):
+        for path in entries(self.directory):
             match = _NAME.fullmatch(path.name)
             if match and int(match[1]) in paths and path not in kept_paths:
                 self._remove(path)
 
     def _remove(self, path: epath.Path) -> None:
-        # Renamed first: a kill amid the removal must not leave half a checkpoint of that name.
         try:
-            doomed = path.parent / f"{path.name.split('.')[0]}.removed"
-            if doomed.exists():
-                doomed.rmtree()
-            path.rename(doomed)
-            doomed.rmtree()
+            remove(path)
         except OSError as error:
             self._report_once(f"{path} could not be removed: {error}")
 
@@ -382,14 +385,8 @@ class Checkpointer:
                 self._clear_leftovers()
         rest = "no checkpoint is complete" if newest is None else f"the newest complete is {newest}"
         where = f"checkpoint {step} could not be written to {self.directory}"
-        return RunFailed(f"{where}: {_one_line(error)}; {rest}")
+        return RunFailed(f"{where}: {one_line(error)}; {rest}")
 
 
 def _finite(metric: float | None) -> float | None:
     return float(metric) if metric is not None and math.isfinite(metric) else None
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0] or type(error).__name__
-    # Orbax tells where first and the reason last.
-    return text if len(text) <= 300 else f"{text[:120]} … {text[-175:]}"

@@ -7,11 +7,8 @@ With several processes all run this loop in step; the first one alone writes and
 import base64
 import io
 import math
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ from cem_jax.train.rundir import (
     write_run_files,
 )
 from cem_jax.train.setup import Setup, fresh_state, jitted_step, place_batch, prepare_run
+from cem_jax.train.signals import Stop, watched
 from cem_jax.train.step import StepMetrics, TrainState
 
 
@@ -54,32 +52,41 @@ def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
     user got wrong; RunFailed when the run cannot go on.
     """
     stream = stream or (sys.stderr if distributed.is_first() else _Nowhere())
-    config = with_absolute_paths(config)
+    say = lambda line: print(f"cem: {line}", file=stream, flush=True)
+    with watched(Stop(config.checkpoint.grace_seconds, distributed.leave, say)) as stop:
+        return _train(with_absolute_paths(config), workdir, stream, stop)
+
+
+def _train(config: Config, workdir: Path, stream, stop: Stop) -> dict[str, Any]:
     setup = prepare_run(config)
     check_same_run(workdir, config)
     fingerprint = setup.mixture.fingerprint
     distributed.agree(lambda: agreed_facts(config, fingerprint, _newest(workdir)))
     total = config.total_steps
-    keep = dict(keep=config.checkpoint.keep, keep_best=config.checkpoint.keep_best)
-    with only_writer(workdir), Checkpointer(workdir / "checkpoints", **keep) as checkpointer:
-        state, extra = _start(setup, checkpointer)
+    with only_writer(workdir), Checkpointer(workdir / "checkpoints", **_kept(config)) as saved:
+        state, extra = _start(setup, saved)
         start = int(state.step)
+        owes_validation = extra.get("owes_validation", False)
         distributed.progress(f"step {start}, before the first one here")
-        if start >= total:
+        if start >= total and not owes_validation:
             if distributed.is_first() and read_config(workdir) != config:  # the data has moved
                 write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
             print(f"finished: {workdir} is at step {start} of {total}", file=stream)
-            return _result(start, extra.get("loss"), checkpointer)
+            return _result(start, extra.get("loss"), saved)
         if distributed.is_first():
             write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
         distributed.await_file(workdir / "config.json")
         with _metrics(workdir, config, start) as metrics:
-            loop = _Loop(setup, workdir, checkpointer, metrics, stream, extra.get("loss"))
+            loop = _Loop(setup, workdir, saved, metrics, stream, stop, extra)
             loop.announce(start)
-            with _stopping_signals() as stop:
-                loss = loop.run(state, start, stop)
-        checkpointer.wait()
-        return _result(total, loss, checkpointer)
+            loss = loop.run(state, start, owes_validation)
+        saved.wait()
+        return _result(total, loss, saved)
+
+
+def _kept(config: Config) -> dict[str, Any]:
+    c = config.checkpoint
+    return dict(keep=c.keep, keep_best=c.keep_best, keep_every=c.keep_every)
 
 
 def _newest(workdir: Path) -> int | None:
@@ -127,12 +134,14 @@ def _result(step: int, loss: float | None, checkpointer: Checkpointer) -> dict[s
 class _Loop:
     """The moving parts of a run."""
 
-    def __init__(self, setup: Setup, workdir: Path, checkpointer, metrics, stream, loss):
+    def __init__(
+        self, setup: Setup, workdir: Path, checkpointer, metrics, stream, stop: Stop, extra
+    ):
         config = setup.config
         self.setup, self.config, self.workdir = setup, config, workdir
-        self.checkpointer, self.metrics, self.stream = checkpointer, metrics, stream
+        self.checkpointer, self.metrics, self.stop = checkpointer, metrics, stop
         self.total = config.total_steps
-        self.loss = loss
+        self.loss: float | None = extra.get("loss")
         self.validation_loss: float | None = None
         self.progress = Progress(self.total, config.tokens_per_step, stream)
         self.rate = self.progress.rate
@@ -152,11 +161,17 @@ class _Loop:
             f"{devices} × {kind}" + (f" in {count} processes" if count > 1 else "")
         )
 
-    def run(self, state: TrainState, start: int, stop: "_Stop") -> float:
-        """Steps `start` … total − 1, with what belongs between them. Returns the last loss."""
+    def run(self, state: TrainState, start: int, owes_validation: bool) -> float | None:
+        """Steps `start` … total − 1, with what belongs between them. Returns the last loss.
+
+        `owes_validation`: a stop came before the validation that belongs to step `start`.
+        """
         batches = self.setup.loader.iterate(start)
         pending: tuple[int, StepMetrics] | None = None
         try:
+            if owes_validation:
+                self.stopping, self.save_is_due, self.eval_is_due = 0, True, True
+                self._between(state, start)
             for step in range(start, self.total):
                 with self.rate.waiting():
                     _, batch = next(batches)
@@ -165,10 +180,10 @@ class _Loop:
                 if pending is not None:
                     self._read(*pending)
                 pending = step, measured
-                if self._pause_after(step, stop):
+                if self._pause_after(step):
                     self._read(*pending)
                     pending = None
-                    self._between(state, step)
+                    self._between(state, step + 1)
         except jax.errors.JaxRuntimeError as error:
             distributed.lost(error)
             raise
@@ -183,6 +198,8 @@ class _Loop:
         """Fetch a step's scalars, by now computed; log them, and stop a run that went bad."""
         measured = jax.device_get(measured)
         self.rate.step_done()
+        self.stop.something_to_save()
+        self.checkpointer.check()
         done = step + 1
         distributed.progress(f"step {done}")
         self.loss = float(measured.loss)
@@ -223,30 +240,32 @@ class _Loop:
             values |= {} if share is None else {"mfu": share}
         return values
 
-    def _pause_after(self, step: int, stop: "_Stop") -> bool:
+    def _pause_after(self, step: int) -> bool:
         done = step + 1
-        minutes = self.config.checkpoint.every_minutes
-        late = minutes is not None and time.monotonic() - self.last_save >= 60 * minutes
+        c = self.config.checkpoint
+        late = c.every_minutes is not None and (
+            time.monotonic() - self.last_save >= 60 * c.every_minutes
+        )
         # Clocks and signals differ between processes; what follows from them must not.
-        self.stopping, late = self.wishes.settle(stop.signal or 0, late)
+        self.stopping, late = self.wishes.settle(self.stop.signal or 0, late)
+        milestone = c.keep_every is not None and done % c.keep_every == 0
+        self.eval_is_due = done == self.total or done % self.config.eval.every == 0
         self.save_is_due = (
             done == self.total
             or bool(self.stopping)
-            or done % self.config.checkpoint.every == 0
+            or done % c.every == 0
+            or milestone
             or bool(late)
         )
-        self.eval_is_due = done == self.total or done % self.config.eval.every == 0
-        if self.stopping:
-            self.eval_is_due = False
         return self.save_is_due or self.eval_is_due
 
-    def _between(self, state: TrainState, step: int) -> None:
-        """Validation and checkpoint after `step`."""
-        done = step + 1
+    def _between(self, state: TrainState, done: int) -> None:
+        """Validation and checkpoint after `done` steps; the end, if a signal asked for it."""
+        self.validation_loss = None
         with self.rate.paused():
-            if self.eval_is_due:
-                self._validate(state, done)
-            if self.save_is_due:
+            if self.eval_is_due and not self.stopping:
+                self.eval_is_due = not self._validate(state, done)
+            if self.save_is_due or self.stopping:
                 self._save(state, done)
         self.checkpointer.check()
         if self.stopping:
@@ -257,9 +276,20 @@ class _Loop:
             )
             raise SystemExit(128 + self.stopping)
 
-    def _validate(self, state: TrainState, done: int) -> None:
-        report = lambda batches: distributed.progress(f"validation after step {done}")
-        result = self.setup.evaluator(state.params, report, whole=done == self.total)
+    def _validate(self, state: TrainState, done: int) -> bool:
+        """Whether it came to its end: a signal breaks it off, in all processes alike."""
+
+        def report(batches: int) -> None:
+            distributed.progress(f"validation after step {done}")
+            self.stopping, _ = self.wishes.settle(self.stop.signal or 0, 0)
+            if self.stopping:
+                raise _BrokenOff
+
+        try:
+            whole = done == self.total
+            result = self.setup.evaluator(state.params, report, whole=whole)
+        except _BrokenOff:
+            return False
         self.validation_loss = result["loss"]
         self.metrics.write("eval", done, split=self.config.eval.split, **result)
         bits = result["bits_per_byte"]
@@ -268,19 +298,21 @@ class _Loop:
             f"step {done}: {self.config.eval.split} loss {result['loss']:.4f}, perplexity "
             f"{result['perplexity']:.2f}{shown}"
         )
+        return True
 
     def _save(self, state: TrainState, done: int) -> None:
+        mixture = self.setup.mixture
         extra = {
             "config": self.config.to_dict(),
-            "dataset": self.setup.mixture.fingerprint,
-            "tokenizer_hash": self.setup.mixture.tokenizer_hash,
-            "separator": self.setup.mixture.separator,
-            "tokenizer": base64.b64encode(self.setup.mixture.load_tokenizer().model_bytes).decode(),
+            "dataset": mixture.fingerprint,
+            "tokenizer_hash": mixture.tokenizer_hash,
+            "separator": mixture.separator,
+            "tokenizer": base64.b64encode(mixture.load_tokenizer().model_bytes).decode(),
             "windows_consumed": done * self.config.train.global_batch,
-            "loss": self.loss if math.isfinite(self.loss) else None,
+            "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
+            "owes_validation": self.eval_is_due,
         }
-        metric = self.validation_loss if self.eval_is_due else None
-        self.checkpointer.save(done, state, extra, metric)
+        self.checkpointer.save(done, state, extra, self.validation_loss)
         self.last_save = time.monotonic()
         self.wishes.forget()
         distributed.progress(f"checkpoint {done}")
@@ -297,30 +329,5 @@ class _Loop:
         self.tracing = wanted
 
 
-class _Stop:
-    """The signal that asked the run to stop, if one did."""
-
-    signal: int | None = None
-
-
-@contextmanager
-def _stopping_signals() -> Iterator[_Stop]:
-    """SIGINT and SIGTERM ask for a checkpoint after the step; a second one ends at once."""
-    stop = _Stop()
-    before = {}
-
-    def handle(number, _frame):
-        stop.signal = number
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, handle)
-    except ValueError:  # not the main thread, where handlers cannot be set
-        pass
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+class _BrokenOff(Exception):
+    """A signal came during a validation."""

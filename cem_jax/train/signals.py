@@ -1,0 +1,110 @@
+"""SIGTERM and SIGINT: the run saves and ends within a time, whatever it is doing.
+
+Python acts on a signal only between two steps of its main thread's own code, and compiling or
+waiting for a device may take minutes. The C part of the handler, though, writes the signal's number
+into a socket at once (`signal.set_wakeup_fd`); a thread reads it there, tells the training loop and
+watches the time.
+"""
+
+import contextlib
+import math
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_COURTESY = 1.0  # seconds for an orderly end where there is nothing to save
+
+
+class Stop:
+    """Whether the run was asked to stop, and what happens when it does not in time.
+
+    Args:
+      grace: seconds from the first signal to the end of the process, saved or not.
+      end: ends the process, from any thread; gets the exit status and what to say.
+      say: told one line when the first signal comes.
+    """
+
+    def __init__(self, grace: float, end: Callable[[int, str], None], say: Callable[[str], None]):
+        self.signal: int | None = None
+        self._grace, self._end, self._say = grace, end, say
+        self._something_to_save = False
+        self._deadline = math.inf
+        self._lock = threading.Lock()
+
+    @property
+    def status(self) -> int:
+        """The exit status of a process that ends by this signal."""
+        return 128 + (self.signal or 0)
+
+    def something_to_save(self) -> None:
+        """Steps were made that no checkpoint has: from here on a stop waits for a save."""
+        self._something_to_save = True
+
+    def request(self, number: int) -> None:
+        """A signal came. Only the first one counts: a second one while saving does no harm."""
+        with self._lock:
+            if self.signal is not None:
+                return
+            self.signal = number
+            wait = self._grace if self._something_to_save else min(_COURTESY, self._grace)
+            self._deadline = time.monotonic() + wait
+        plan = f"saving, for at most {self._grace:.0f} s" if self._something_to_save else "ending"
+        self._say(f"{signal.Signals(number).name}: {plan}")
+
+    def seconds_left(self) -> float:
+        """Until the process is ended; infinite before a signal."""
+        return self._deadline - time.monotonic()
+
+    def expire(self) -> None:
+        """End the process: the time is over."""
+        name = signal.Signals(self.signal).name
+        if self._something_to_save:
+            why = f"no end within {self._grace:.0f} s of {name} (checkpoint.grace_seconds)"
+        else:
+            why = f"{name} before the first step"
+        self._end(self.status, f"{why}; what is saved stands, and the same command resumes")
+
+
+@contextmanager
+def watched(stop: Stop) -> Iterator[Stop]:
+    """Within it, SIGINT and SIGTERM go to `stop`. Outside the main thread nothing is watched."""
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    heard, told = socket.socketpair()
+    heard.setblocking(True)
+    told.setblocking(False)
+    # The handlers themselves do nothing: they are there so that a signal does not kill.
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    descriptor = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_watch, args=(stop, heard), name="cem_signals", daemon=True)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        told.close()  # ends the thread
+        thread.join()
+        heard.close()
+
+
+def _watch(stop: Stop, heard: socket.socket) -> None:
+    while True:
+        left = stop.seconds_left()
+        heard.settimeout(None if math.isinf(left) else max(left, 0.01))
+        with contextlib.suppress(TimeoutError):
+            numbers = heard.recv(64)
+            if not numbers:
+                return
+            for number in numbers:
+                if number in SIGNALS:
+                    stop.request(number)
+        if stop.seconds_left() <= 0:
+            stop.expire()
+            return
