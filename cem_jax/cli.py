@@ -31,6 +31,7 @@ _RUNS = {
     "tokenizer": "cem_jax.data.tokenizer",
     "prepare": "cem_jax.data.prepare",
     "sweep": "cem_jax.experiments.sweep",
+    "synthetic": "cem_jax.experiments.synthetic",
     "demo": "cem_jax.demo",
 }
 _WITH_CONFIG = ("train", "verify", "inspect", "compile", "sweep")

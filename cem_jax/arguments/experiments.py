@@ -1,9 +1,11 @@
-"""Arguments of the experiments: sweep and report."""
+"""Arguments of the experiments: sweep, report and synthetic."""
 
 import argparse
 from typing import Any
 
 from cem_jax.arguments.common import COUNT, text, value
+
+_KERNELS = ("rbf", "matern", "periodic", "rational_quadratic", "non_stationary")
 
 
 def add(commands: Any) -> None:
@@ -35,6 +37,8 @@ def add(commands: Any) -> None:
         help="run nothing; print the `cem train` command of each run that is not finished",
     )
 
+    _add_synthetic(commands)
+
 
 def _add_figures(command: argparse.ArgumentParser, required: bool) -> None:
     command.add_argument(
@@ -50,4 +54,32 @@ def _add_figures(command: argparse.ArgumentParser, required: bool) -> None:
         type=text,
         metavar="SIZE",
         help="paper: all the paper's; mini: minutes a run; 86m … 256m: that one",
+    )
+
+
+def _add_synthetic(commands: Any) -> None:
+    synthetic = commands.add_parser(
+        "synthetic",
+        help="Table 3: recursion on functions drawn from Gaussian processes",
+        description="Six small regressors on functions drawn from Gaussian processes. Finished "
+        "kernels are kept in the work directory; the same command again goes on.",
+    )
+    synthetic.add_argument(
+        "--kernels", nargs="+", choices=_KERNELS, default=_KERNELS, metavar="NAME",
+        help=f"of {', '.join(_KERNELS)} (default: all)",
+    )  # fmt: skip
+    synthetic.add_argument(
+        "--seeds", type=value(COUNT), default=3, metavar="N", help="functions of each kernel (3)"
+    )
+    synthetic.add_argument(
+        "--steps", type=value(COUNT), default=8000, metavar="N", help="of training (8000)"
+    )
+    synthetic.add_argument(
+        "--points", type=value(COUNT), default=20_000, metavar="N", help="to train on (20000)"
+    )
+    synthetic.add_argument(
+        "--workdir", type=text, default="runs/table3", metavar="DIR", help="default: %(default)s"
+    )
+    synthetic.add_argument(
+        "--dry-run", action="store_true", help="show parameters and FLOPs of the models, and stop"
     )
