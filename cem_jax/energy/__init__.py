@@ -9,7 +9,12 @@ from cem_jax.energy.elementwise import elementwise_energy, elementwise_force
 from cem_jax.energy.interaction import interaction_energy, interaction_force
 from cem_jax.energy.norm import rms_norm
 from cem_jax.energy.position import Rotary, alibi_slopes, rotate
-from cem_jax.energy.preconditioner import Preconditioner, precondition, preconditioner_matrix
+from cem_jax.energy.preconditioner import (
+    Preconditioner,
+    extreme_eigenvalues,
+    precondition,
+    preconditioner_matrix,
+)
 
 __all__ = [
     "Preconditioner",
@@ -20,6 +25,7 @@ __all__ = [
     "descend",
     "elementwise_energy",
     "elementwise_force",
+    "extreme_eigenvalues",
     "interaction_energy",
     "interaction_force",
     "precondition",

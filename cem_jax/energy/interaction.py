@@ -79,6 +79,36 @@ def energy_of_query(q, g, context: Context, *, tau: float, **kernel) -> Float[Ar
     return (-tau * lse_BJ).astype(lse_BJ.dtype)
 
 
+def attention_statistics(q, g, context: Context, *, tau: float, **kernel) -> tuple[Array, Array]:
+    """Means over heads and positions of α's entropy, in nats, and of α_ii: two scalars.
+
+    Both are derivatives of the log-partition function, so that no α is written out: with all
+    scores times b, −Σ_j α_ij ln α_ij = lse_i − ∂lse_i/∂b at b = 1; and α_ii = ∂lse_i/∂β.
+    """
+    heads = context.k.shape[-2]
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    times = lambda b, x: None if x is None else b.astype(x.dtype) * x
+    own_K = jnp.zeros(heads, dtype) if context.self_bias is None else context.self_bias
+
+    def mean_log_partition(b, extra_K):
+        lse_BJ = total_log_partition(
+            times(b, rotate(q, context.rotary)),
+            context.k,
+            times(b, g),
+            context.h,
+            tau=tau,
+            slopes=None if context.slopes is None else times(b, jnp.asarray(context.slopes)),
+            self_bias=times(b, own_K) + extra_K,
+            segments=context.segments,
+            **kernel,
+        )
+        return lse_BJ.mean() / heads
+
+    start = jnp.ones((), dtype), jnp.zeros(heads, dtype)
+    mean, (mean_score, masses_K) = jax.value_and_grad(mean_log_partition, argnums=(0, 1))(*start)
+    return mean - mean_score, masses_K.sum()
+
+
 def force_on_query(q, g, context: Context, *, exact: bool, update: str, tau: float, **kernel):
     """(o, a) = −∂ε/∂(q, g), in the dtype of `q`; a is None unless `exact`.
 

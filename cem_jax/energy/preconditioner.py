@@ -17,6 +17,8 @@ from jaxtyping import Array, Float
 
 from cem_jax.energy.arrays import same_dtype
 
+_HALVINGS = 30  # of the interval of an eigenvalue: to float32's last digits
+
 
 class Preconditioner(NamedTuple):
     """P in factors."""
@@ -68,3 +70,52 @@ def preconditioner_matrix(
         )
     product = left @ jnp.matrix_transpose(left if right is None else right)
     return matrix + (product if right is None else product + jnp.matrix_transpose(product))
+
+
+def extreme_eigenvalues(p: Preconditioner) -> tuple[Float[Array, "*H"], Float[Array, "*H"]]:
+    """The smallest and the largest eigenvalue of P, without P.
+
+    By bisection on the number of eigenvalues below λ, which Sylvester's law of inertia reads off a
+    matrix as small as the rank: for P = Δ + U C Uᵀ with C = C⁻¹ and Δ − λ regular,
+
+        #(P < λ) = #(Δ < λ) + #(C + Uᵀ(Δ − λ)⁻¹U > 0) − #(C > 0).
+
+    To about 1e-6 of ‖P‖ in float32.
+    """
+    if p.left is not None and p.diagonal.ndim > 1:
+        return jax.vmap(extreme_eigenvalues)(p)
+    delta_D = jax.nn.softplus(p.diagonal)
+    lowest, highest = delta_D.min(-1), delta_D.max(-1)
+    if p.left is None:
+        return lowest, highest
+    rank = p.left.shape[-1]
+    if p.right is None:
+        u_DS, c_SS = p.left, jnp.eye(rank, dtype=p.left.dtype)
+    else:
+        u_DS = jnp.concatenate([p.left, p.right], axis=-1)
+        c_SS = jnp.roll(jnp.eye(2 * rank, dtype=p.left.dtype), rank, axis=0)
+
+    least = jnp.finfo(delta_D.dtype).eps * highest  # keeps Δ − λ regular
+    reach = jnp.sum(jnp.square(u_DS))  # ≥ ‖U C Uᵀ‖
+
+    def below(bound):
+        """How many eigenvalues are smaller than `bound`."""
+        apart_D = delta_D - bound
+        apart_D = jnp.where(jnp.abs(apart_D) < least, least, apart_D)
+        small_SS = c_SS + (u_DS / apart_D[:, None]).T @ u_DS
+        return (apart_D < 0).sum() + (jnp.linalg.eigvalsh(small_SS) > 0).sum() - rank
+
+    def bisect(count):
+        """Where `below` comes to `count`."""
+
+        def halve(bounds, _):
+            low, high = bounds
+            middle = (low + high) / 2
+            enough = below(middle) >= count
+            return (jnp.where(enough, low, middle), jnp.where(enough, middle, high)), None
+
+        start = (lowest - reach, highest + reach)
+        low, high = jax.lax.scan(halve, start, length=_HALVINGS)[0]
+        return (low + high) / 2
+
+    return bisect(1), bisect(delta_D.shape[-1])

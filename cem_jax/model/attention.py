@@ -15,6 +15,7 @@ from cem_jax.config import ModelConfig
 from cem_jax.energy import Preconditioner, Rotary, alibi_slopes, precondition
 from cem_jax.energy.interaction import (
     Context,
+    attention_statistics,
     context_of,
     diagonal_coordinates,
     energy_of_query,
@@ -83,7 +84,6 @@ class CEMAttention(CEMSublayer):
     def force(self, u: Float[Array, "*B J D"], frame: Frame) -> Float[Array, "*B J D"]:
         """F(u) = Σ_k P_k(W^Q_kᵀ o_k [ + d_k ∘ a_k ]) (Eq. 14)."""
         c = self.settings
-        kernel = dict(implementation=c.implementation, block_sizes=c.block_sizes)
         return force_on_state(
             u,
             frame.context,
@@ -94,17 +94,24 @@ class CEMAttention(CEMSublayer):
             exact=c.diagonal_in_update and self.diagonal is not None,
             update=c.update,
             tau=self.tau,
-            **kernel,
+            **self._kernel(),
         )
 
     def energy_at(self, u: Float[Array, "*B J D"], frame: Frame) -> Float[Array, "*B J"]:
         """ε(u_i | h_1:i) (Eq. 2, 12)."""
-        c = self.settings
-        kernel = dict(implementation=c.implementation, block_sizes=c.block_sizes)
-        diagonal = self._d()
-        g = None if diagonal is None else diagonal_coordinates(u, diagonal)
-        q_BJKR = heads_apart(u, self.query[...])
-        return energy_of_query(q_BJKR, g, frame.context, tau=self.tau, **kernel)
+        q_BJKR, g = self._coordinates(u)
+        return energy_of_query(q_BJKR, g, frame.context, tau=self.tau, **self._kernel())
+
+    def statistics(
+        self, x: Float[Array, "*B J D"], context: Float[Array, "*B J D"], **inputs
+    ) -> dict[str, Float[Array, ""]]:
+        """`entropy` and `self_mass` of the attention from state x, means over heads and tokens."""
+        u, frame = self.normed(x), self.frame(context, **inputs)
+        q_BJKR, g = self._coordinates(u)
+        entropy, self_mass = attention_statistics(
+            q_BJKR, g, frame.context, tau=self.tau, **self._kernel()
+        )
+        return {"entropy": entropy, "self_mass": self_mass}
 
     def cache(self, batch: int, length: int, dtype) -> Cache:
         """An empty cache for `length` positions."""
@@ -135,6 +142,16 @@ class CEMAttention(CEMSublayer):
     def _frame(self, context: Context) -> Frame:
         p = None if self.preconditioner is None else self.preconditioner.factors()
         return Frame(context, precondition(self.query[...], p), p)
+
+    def _coordinates(self, u):
+        """(q, g), what of u enters the scores."""
+        diagonal = self._d()
+        g = None if diagonal is None else diagonal_coordinates(u, diagonal)
+        return heads_apart(u, self.query[...]), g
+
+    def _kernel(self) -> dict:
+        c = self.settings
+        return dict(implementation=c.implementation, block_sizes=c.block_sizes)
 
     def _d(self):
         return None if self.diagonal is None else self.diagonal[...]

@@ -39,9 +39,12 @@ class CEMSublayer(nnx.Module):
 
     def energy(self, x: Float[Array, "*B J D"], context: Float[Array, "*B J D"], **inputs) -> Array:
         """The energy of state x in the context h, at u = RMSNorm(x). [*B J], float32 or better."""
+        return self.energy_at(self.normed(x), self.frame(context, **inputs))
+
+    def normed(self, x: Float[Array, "*B J D"]) -> Float[Array, "*B J D"]:
+        """u = RMSNorm(x), the state as energy and force take it."""
         norm = self._norm()
-        u = x if norm is None else rms_norm(x, norm.weight, norm.eps)
-        return self.energy_at(u, self.frame(context, **inputs))
+        return x if norm is None else rms_norm(x, norm.weight, norm.eps)
 
     def update(
         self, x: Float[Array, "*B J D"], context: Float[Array, "*B J D"], **inputs
@@ -56,6 +59,15 @@ class CEMSublayer(nnx.Module):
         h = self.context(x)
         start = x if self.residual == "prenorm" else h
         return self._descend(start, self.frame(h, **inputs), steps=steps or self.steps)
+
+    def states(self, x: Float[Array, "*B J D"], **inputs) -> Float[Array, "T+1 *B J D"]:
+        """x⁽⁰⁾ … x⁽ᵀ⁾ from x⁽⁰⁾ = x; the last one is `__call__`'s result."""
+        h = self.context(x)
+        frame = self.frame(h, **inputs)
+        states = [x if self.residual == "prenorm" else h]
+        for _ in range(self.steps):
+            states.append(self._descend(states[-1], frame, steps=1))
+        return jnp.stack(states)
 
     def _norm(self) -> StepNorm | None:
         if self.step_norm_kind == "none":

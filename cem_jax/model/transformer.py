@@ -5,6 +5,7 @@ The blocks' parameters are stacked, [L, …], and one compiled block is scanned 
 Shapes: B batch · J positions · N new positions · D model dim · V vocabulary · L layers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,6 +79,21 @@ class Transformer(nnx.Module):
         x = lay_out(self.embed(tokens, dtype), "rows", "positions")
         x = _over_layers(_rematerialised(apply, self.config), x, layers, self.config)[0]
         return rms_norm(x, self.norm[...], self.config.norm_eps)
+
+    def watch(
+        self,
+        look: Callable[[Block, Float[Array, "B J D"]], tuple[Float[Array, "B J D"], Any]],
+        tokens: Int[Array, "B J"],
+        dtype=None,
+    ) -> Any:
+        """What `look(block, x)` sees in each block, stacked over the layers.
+
+        It gets the state that enters the block, and returns the state that leaves it and a tree of
+        arrays.
+        """
+        graph, layers = nnx.split(self.blocks)
+        x = lay_out(self.embed(tokens, dtype), "rows", "positions")
+        return jax.lax.scan(lambda x, layer: look(nnx.merge(graph, layer), x), x, layers)[1]
 
     def embed(self, tokens: Int[Array, "B J"], dtype=None) -> Float[Array, "B J D"]:
         """Embeddings of token ids; out-of-range ids are the caller's fault and give NaN."""
