@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
+from jax.sharding import AbstractMesh
 
 from cem_jax.config import Config, ModelConfig, load_config
 from cem_jax.model import pure
-from cem_jax.parallel.mesh import MESH_AXES, spec_for
+from cem_jax.parallel.mesh import MESH_AXES, resolve_sizes, spec_for
 from cem_jax.train.flops import Flops, folding_flops, forward_flops, training_flops_per_token
 from cem_jax.train.loss import sum_of_losses
+from cem_jax.train.setup import check_divides, mesh_sizes
 
 
 class Parameter(NamedTuple):
@@ -32,6 +34,11 @@ class Parameter(NamedTuple):
         """Numbers in it, all layers together."""
         return math.prod(self.shape)
 
+    def bytes_on(self, mesh: AbstractMesh) -> int:
+        """What one device of the mesh holds of it."""
+        ways = math.prod(mesh.shape[axis] for axes in self.partition for axis in axes)
+        return self.size // ways * self.dtype.itemsize
+
     @property
     def partition(self) -> list[list[str]]:
         """For each dimension, the mesh axes that split it."""
@@ -41,13 +48,21 @@ class Parameter(NamedTuple):
 
 def run(args: Any) -> dict[str, Any]:
     """`cem inspect`: print the tables and return them. Raises UserError on a faulty config."""
-    summary = summarise(load_config(args.config, args.overrides))
+    summary = summarise(load_config(args.config, args.overrides), args.devices)
     print(rendered(summary))
     return summary
 
 
-def summarise(config: Config) -> dict[str, Any]:
-    """What `cem inspect --json` prints. Memory is of the whole mesh together, in bytes."""
+def summarise(config: Config, devices: int | None = None) -> dict[str, Any]:
+    """What `cem inspect --json` prints. Memory is of the whole mesh together, in bytes.
+
+    Args:
+      devices: how many the mesh has; None: as few as the configuration allows.
+
+    Raises:
+      UserError: no such mesh, or something does not divide over it.
+    """
+    mesh = planned_mesh(config, devices)
     with jax.enable_x64(config.train.compute_dtype == "float64"):
         return figures(config.model, config) | {
             "parameters_by_module": {p.name: p.size for p in parameters_of(config.model)},
@@ -55,13 +70,27 @@ def summarise(config: Config) -> dict[str, Any]:
             "memory": memory(config),
             "training": training(config),
             "llama_twin": figures(llama_twin(config.model), config),
-            "mesh": {axis: getattr(config.mesh, axis) for axis in MESH_AXES},
+            "mesh": dict(mesh.shape),
             "shardings": {
-                p.name: {"shape": list(p.shape), "dtype": str(p.dtype), "partition": p.partition}
+                p.name: {
+                    "shape": list(p.shape),
+                    "dtype": str(p.dtype),
+                    "partition": p.partition,
+                    "bytes_per_device": p.bytes_on(mesh),
+                }
                 for p in parameters_of(config.model)
             },
             "notes": notes(config.model),
         }
+
+
+def planned_mesh(config: Config, devices: int | None) -> AbstractMesh:
+    """The configuration's mesh without its devices, checked as `cem train` does."""
+    sizes = mesh_sizes(config)
+    count = math.prod(abs(size) for size in sizes.values()) if devices is None else devices
+    mesh = AbstractMesh(resolve_sizes(sizes, count), MESH_AXES)
+    check_divides(config, mesh)
+    return mesh
 
 
 def figures(model: ModelConfig, config: Config) -> dict[str, Any]:
@@ -196,17 +225,23 @@ def rendered(summary: dict[str, Any]) -> str:
 
 def _parameter_table(summary: dict[str, Any]) -> str:
     layers = summary["layers"]
-    mesh = ", ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())
-    rows = [("parameter", "shape", "a layer", "total", "split over")]
+    mesh = " × ".join(f"{axis} {size}" for axis, size in summary["mesh"].items() if size > 1)
+    rows = [("parameter", "shape", "a layer", "total", "split over", "bytes a device")]
     for name, count in summary["parameters_by_module"].items():
         sharding = summary["shardings"][name]
-        stacked = name.startswith("blocks.")
+        stacked = f"{count // layers:,}" if name.startswith("blocks.") else ""
         shape = " × ".join(map(str, sharding["shape"])) or "1"
         split = ", ".join("+".join(axes) or "·" for axes in sharding["partition"])
-        rows.append((name, shape, f"{count // layers:,}" if stacked else "", f"{count:,}", split))
+        held = f"{sharding['bytes_per_device']:,}"
+        rows.append((name, shape, stacked, f"{count:,}", split, held))
     stacked = sum(n for p, n in summary["parameters_by_module"].items() if p.startswith("blocks."))
-    total = ("all", "", f"{stacked // layers:,}", f"{summary['parameters']:,}", "")
-    return _aligned([*rows, total], "<<>><") + f"\nmesh: {mesh} (-1: what the others leave)"
+    held = sum(sharding["bytes_per_device"] for sharding in summary["shardings"].values())
+    dtypes = " and ".join(sorted({s["dtype"] for s in summary["shardings"].values()}))
+    total = ("all", "", f"{stacked // layers:,}", f"{summary['parameters']:,}", "", f"{held:,}")
+    return _aligned([*rows, total], "<<>><>") + (
+        f"\nmesh: {mesh or 'one device'}; all {dtypes}; the optimizer's two moments lie as the parameters"
+        "\ndo; the batch is split over data+fsdp, activations also over context, heads and M over tensor"
+    )
 
 
 def _twin_table(summary: dict[str, Any]) -> str:

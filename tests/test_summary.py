@@ -118,11 +118,77 @@ def test_shardings_name_mesh_axes_for_every_dimension():
         "shape": [64, 16],
         "dtype": "float32",
         "partition": [["tensor"], ["fsdp"]],
+        "bytes_per_device": 64 * 16 * 4,
     }
     for sharding in shardings.values():
         assert len(sharding["partition"]) == len(sharding["shape"])
     by_module = inspect()["parameters_by_module"]
     assert {n: math.prod(s["shape"]) for n, s in shardings.items()} == by_module
+
+
+# What splits each dimension: t tensor, f fsdp, · nothing. Stacked layers come first in a block.
+SPECS = {
+    "cem_86m": {
+        "blocks.attention.diagonal": "·f",
+        "blocks.attention.key": "·t·f",
+        "blocks.attention.norm": "·f",
+        "blocks.attention.preconditioner.left": "·tf·",
+        "blocks.attention.preconditioner.p": "·tf",
+        "blocks.attention.preconditioner.right": "·tf·",
+        "blocks.attention.query": "·t·f",
+        "blocks.attention.self_bias": "·t",
+        "blocks.mlp.multiplier": "·tf",
+        "blocks.mlp.norm": "·f",
+        "blocks.mlp.preconditioner.left": "·f·",
+        "blocks.mlp.preconditioner.p": "·f",
+        "blocks.mlp.preconditioner.right": "·f·",
+        "blocks.mlp.tied": "·tf",
+        "embedding": "tf",
+        "head": "tf",
+        "norm": "f",
+    },
+    "llama_86m": {
+        "blocks.attention.key": "·t·f",
+        "blocks.attention.norm": "·f",
+        "blocks.attention.output": "·t·f",
+        "blocks.attention.query": "·t·f",
+        "blocks.attention.value": "·t·f",
+        "blocks.mlp.down": "·tf",
+        "blocks.mlp.gate": "·tf",
+        "blocks.mlp.norm": "·f",
+        "blocks.mlp.up": "·tf",
+        "embedding": "tf",
+        "head": "tf",
+        "norm": "f",
+    },
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_where_every_parameter_and_moment_lies(name):
+    config = load_config(str(CONFIGS / f"{name}.py"), {"mesh.fsdp": 4, "mesh.tensor": 2})
+    short = {"tensor": "t", "fsdp": "f", None: "·"}
+    found = summary.summarise(config, devices=16)
+    assert found["mesh"] == {"data": 2, "fsdp": 4, "tensor": 2, "context": 1}
+    shardings = found["shardings"]
+    written = {
+        name: "".join(short[axes[0] if axes else None] for axes in sharding["partition"])
+        for name, sharding in shardings.items()
+    }
+    assert written == SPECS[name]
+    for name, spec in written.items():
+        ways = 4 ** spec.count("f") * 2 ** spec.count("t")
+        assert shardings[name]["bytes_per_device"] * ways == 4 * math.prod(shardings[name]["shape"])
+
+
+def test_devices_that_the_mesh_cannot_have(capsys):
+    config = ["inspect", "--config", str(CONFIGS / "cem_86m.py")]
+    assert cli.main([*config, "--devices", "12"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "train.global_batch = 128 does not divide over mesh.data = 12" in first
+    assert "train.microbatch = 32 does not divide over mesh.data = 12" in second
+    assert cli.main([*config, "--devices", "12", "--config.mesh.fsdp=8"]) == 2
+    assert "needs a multiple of 8 devices; there are 12" in capsys.readouterr().err
 
 
 def test_the_costly_combination_is_pointed_out():
@@ -144,7 +210,9 @@ def test_float64_is_counted_as_such():
 
 def test_the_table_shows_every_figure(capsys):
     found = summary.run(
-        argparse.Namespace(config=str(CONFIGS / "cem_86m.py"), overrides=(), json=False)
+        argparse.Namespace(
+            config=str(CONFIGS / "cem_86m.py"), overrides=(), devices=None, json=False
+        )
     )
     text = capsys.readouterr().out
     for name, count in found["parameters_by_module"].items():

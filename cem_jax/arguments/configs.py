@@ -28,6 +28,13 @@ def add(commands: Any) -> None:
         if name == "train":
             add_workdir(command)
             _add_processes(command)
+        if name == "inspect":
+            command.add_argument(
+                "--devices",
+                type=value(COUNT),
+                metavar="N",
+                help="lay the parameters out on so many; default: the fewest the mesh allows",
+            )
         if name == "compile":
             _add_topology(command)
 

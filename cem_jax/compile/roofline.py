@@ -4,12 +4,13 @@ The products are counted from the configuration (`train/flops.py`), for XLA coun
 once and a kernel as nothing. Bytes and messages are those of the compiled program.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from cem_jax.compile.step import Compiled
 from cem_jax.config import Config, ModelConfig
 from cem_jax.parallel.collectives import Collective
-from cem_jax.parallel.topology import GPUS_IN_HOST, Capacity, Topology
+from cem_jax.parallel.topology import Capacity, Topology
 from cem_jax.train.flops import (
     folding_flops,
     forward_flops,
@@ -67,11 +68,13 @@ def estimate(config: Config, topology: Topology, compiled: Compiled) -> dict[str
     step = share = None
     if peak:
         parts["compute"] = counted["per_device"] / peak
-    if compiled.collectives is not None and peak and capacity.bandwidth and capacity.link:
+    places = [topology.neighbourhood(device) for device in compiled.mesh.devices.flat]
+    links = capacity.link and (len(set(places)) == 1 or capacity.far_link)
+    if compiled.collectives is not None and peak and capacity.bandwidth and links:
         parts["memory"] = compiled.bytes / capacity.bandwidth
         for name, beside in (("communication", False), ("overlapped", True)):
             parts[name] = sum(
-                one.times * one.sent / link_of(one, topology)
+                one.times * one.sent / link_of(one, places, capacity)
                 for one in compiled.collectives
                 if one.overlapped == beside
             )
@@ -88,13 +91,10 @@ def estimate(config: Config, topology: Topology, compiled: Compiled) -> dict[str
     }
 
 
-def link_of(one: Collective, topology: Topology) -> float:
-    """Bytes a second that a device sends in this collective."""
-    capacity = topology.capacity
-    hosts = ({device // GPUS_IN_HOST for device in group} for group in one.groups)
-    if capacity.far_link and any(len(host) > 1 for host in hosts):
-        return capacity.far_link
-    return capacity.link
+def link_of(one: Collective, places: Sequence[int], capacity: Capacity) -> float:
+    """Bytes a second that a device sends; `places`: of each, that within which links are fast."""
+    far = any(len({places[device] for device in group}) > 1 for group in one.groups)
+    return capacity.far_link if far else capacity.link
 
 
 def _assumptions(config: Config, capacity: Capacity, compiled: Compiled) -> list[str]:

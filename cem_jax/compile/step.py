@@ -12,7 +12,7 @@ from cem_jax.config import Config
 from cem_jax.errors import RunFailed
 from cem_jax.parallel.collectives import Collective, collectives
 from cem_jax.parallel.hlo import parse, runs
-from cem_jax.parallel.mesh import in_mesh
+from cem_jax.parallel.mesh import in_mesh, slice_of
 from cem_jax.parallel.topology import Topology
 from cem_jax.parallel.traffic import bytes_moved
 from cem_jax.train.setup import abstract_batch, abstract_state, jitted_step, lay_out
@@ -71,7 +71,7 @@ def compile_step(config: Config, topology: Topology) -> Compiled:
         memory,
         capacity is None or memory["total"] <= capacity,
         bytes_moved(program),
-        collectives(program, mesh.shape),
+        collectives(program, mesh.shape, [slice_of(device) for device in mesh.devices.flat]),
         sum(not run.certain for run in runs(program)),
         _cost(done),
     )

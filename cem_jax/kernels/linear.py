@@ -11,15 +11,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from cem_jax.kernels.partition import whole_rows
+
 
 def project(x: Float[Array, "*N D"], weight: Float[Array, "F D"]) -> Float[Array, "*N F"]:
     """y_f = Σ_d weight_fd x_d, in the dtype of `x`."""
-    return _project(x, weight.astype(x.dtype))
+    return _project(x, whole_rows(weight.astype(x.dtype)))
 
 
 def readout(y: Float[Array, "*N F"], weight: Float[Array, "F D"]) -> Float[Array, "*N D"]:
     """x_d = Σ_f weight_fd y_f, the transpose of `project`, in the dtype of `y`."""
-    return _readout(y, weight.astype(y.dtype))
+    return _readout(y, whole_rows(weight.astype(y.dtype)))
 
 
 def _into(x, weight):

@@ -59,6 +59,29 @@ def lay_out(x: jax.Array, *dims: str | None) -> jax.Array:
     return lax.with_sharding_constraint(x, _spec(dims, split))
 
 
+@jax.custom_vjp
+def whole_rows(weight: jax.Array) -> jax.Array:
+    """A weight [F, D] of which each device has part of every row (fsdp), gathered; F stays split.
+
+    Left to itself XLA multiplies piece by piece while the pieces go round, and adds up outputs
+    that are much larger than the weight. The gradient is summed and split again at once.
+    """
+    return _weight_as(weight, None)
+
+
+def _weight_as(weight, rows):
+    split = split_in_use()
+    if "fsdp" not in split.batch:
+        return weight
+    return lax.with_sharding_constraint(weight, P(split.heads or None, rows))
+
+
+whole_rows.defvjp(
+    lambda weight: (whole_rows(weight), None),
+    lambda _, bar: (_weight_as(bar, "fsdp"),),
+)
+
+
 def share(inputs: Inputs, split: Split) -> Inputs | str:
     """Shapes of one device's part of `inputs`, or what does not divide."""
     batch, positions, heads, _ = inputs.q.shape

@@ -4,13 +4,16 @@ Counted on one device, loops followed. `bytes` is the whole array that a collect
 an all-gather makes, what a reduce-scatter or an all-reduce takes. `sent` is what a device sends of
 it in a ring of n: (n−1)/n of an all-gather, a reduce-scatter or an all-to-all, twice that of an
 all-reduce, all of a permutation.
+
+Between slices of TPUs XLA writes a collective as a transfer to the host, which does it: such a
+`send` says of which kind it is, and of a recv-done that waits for its result.
 """
 
 import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +32,9 @@ KINDS = (
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _TRANSPOSED = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*(?:\([^)]*\))?)\))? ?\{([^}]*)\}")
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
+_WORK = ("fusion", "while", "custom-call", "convolution", "dot")  # worth waiting beside
 _PIECES = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # of one that a TPU takes apart
 
 Groups = tuple[tuple[int, ...], ...]  # numbers of the devices that exchange with each other
@@ -47,12 +53,26 @@ class Collective(NamedTuple):
     overlapped: bool  # it runs beside other instructions
 
 
-def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
-    """All of a program, for a mesh of these axes and sizes, in the order of its devices."""
+def collectives(
+    program: Program, mesh: Mapping[str, int], slices: Sequence[int] = ()
+) -> list[Collective]:
+    """All of a program, for a mesh of these axes and sizes.
+
+    Args:
+      slices: of each device, in the mesh's order, the slice it is in; none: there is but one.
+    """
     axes = tuple(mesh.items())
+    across = _across(slices)
     found = []
     for run in runs(program):
         pieces: dict[str, Collective] = {}
+        found += (
+            _between_slices(run.computation, instruction, axes, across)._replace(
+                times=run.times, certain=run.certain
+            )
+            for instruction in run.computation.values()
+            if instruction.opcode == "send" and _TRANSFER.search(instruction.attributes)
+        )
         for where, instruction, overlapped, scattered in _within(program, run.computation, False):
             one = _collective(where, instruction, axes, scattered)
             one = one._replace(times=run.times, certain=run.certain, overlapped=overlapped)
@@ -112,10 +132,36 @@ def _collective(where, instruction, axes, scattered: bool) -> Collective:
     groups = _groups(instruction.attributes, count)
     if scattered and kind == "all-reduce":  # a TPU's fusion: each device keeps its slice only
         kind = "reduce-scatter"
+    return _ring(kind, groups, axes, taken, False)
+
+
+def _ring(kind: str, groups: Groups, axes, taken: int, overlapped: bool) -> Collective:
     n = len(groups[0])
     whole = taken * n if kind == "all-gather" else taken
     sent = whole * (n - 1) / n * (2 if kind == "all-reduce" else 1)
-    return Collective(kind, _axes_of(groups, axes), groups, 1, True, whole, sent, False)
+    return Collective(kind, _axes_of(groups, axes), groups, 1, True, whole, sent, overlapped)
+
+
+def _across(slices: Sequence[int]) -> Groups:
+    """The devices that have the same place in each slice."""
+    members = [[i for i, s in enumerate(slices) if s == one] for one in sorted(set(slices))]
+    return tuple(zip(*members, strict=True))
+
+
+def _between_slices(where: Computation, send: Instruction, axes, groups: Groups) -> Collective:
+    """A collective that hosts do; overlapped if there is work before its result is awaited."""
+    kind = _TRANSFER.search(send.attributes)[1].lower().replace("_", "-")
+    meeting = _RENDEZVOUS.search(send.attributes)[1]
+    received = next(
+        (i.name for i in where.values() if i.opcode == "recv" and f'"{meeting}"' in i.attributes),
+        "",
+    )
+    names = list(where)
+    ends = [names.index(i.name) for i in where.values() if received in i.operands]
+    between = names[names.index(send.name) : max(ends, default=len(names))]
+    overlapped = any(where[name].opcode in _WORK for name in between)
+    taken = array_bytes(where[send.operands[0]].shape)
+    return _ring(kind, groups, axes, taken, overlapped)
 
 
 def _groups(attributes: str, count: int) -> Groups:

@@ -15,6 +15,8 @@ from functools import wraps
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cem_jax.errors import UserError
@@ -41,20 +43,47 @@ Axes = tuple[str | None, ...]  # one logical name, or None, for each dimension
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of all `devices` (default: all there are), in an order that suits their links.
 
+    Slices of TPUs exchange by the data-center network, which is slow: the data axis crosses it, or
+    fsdp where data cannot, and no other.
+
     Args:
       sizes: devices along each of MESH_AXES; an axis left out has size 1, and one may be -1:
         what the others leave.
 
     Raises:
-      UserError: the sizes do not multiply out to the number of devices.
+      UserError: the sizes do not multiply out to the number of devices, or no axis that may divides
+        over the slices.
     """
     devices = jax.devices() if devices is None else devices
-    shape = _resolve(sizes, len(devices))
+    shape = resolve_sizes(sizes, len(devices))
     kinds = (AxisType.Auto,) * len(MESH_AXES)
+    slices = len({slice_of(device) for device in devices})
+    if slices > 1:
+        return Mesh(_over_slices(shape, slices, devices), MESH_AXES, axis_types=kinds)
     return jax.make_mesh(shape, MESH_AXES, axis_types=kinds, devices=devices)
 
 
-def _resolve(sizes: Mapping[str, int], count: int) -> tuple[int, ...]:
+def slice_of(device: jax.Device) -> int:
+    """The slice of TPUs that a device belongs to; 0 where there are none."""
+    return getattr(device, "slice_index", 0)
+
+
+def _over_slices(shape: Sequence[int], slices: int, devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices in the mesh's shape, slices apart along one axis."""
+    for index in map(MESH_AXES.index, ("data", "fsdp")):
+        if shape[index] % slices == 0:
+            far = [slices if i == index else 1 for i in range(len(shape))]
+            near = [size // count for size, count in zip(shape, far, strict=True)]
+            return mesh_utils.create_hybrid_device_mesh(near, far, devices)
+    data, fsdp = shape[:2]
+    raise UserError(
+        f"mesh: of data = {data} and fsdp = {fsdp} neither divides over the {slices} slices; the "
+        "data-center network between them is for these axes only"
+    )
+
+
+def resolve_sizes(sizes: Mapping[str, int], count: int) -> tuple[int, ...]:
+    """Devices along each of MESH_AXES, of `count`. Raises UserError as `make_mesh` does."""
     shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
     faults = [f"mesh.{axis}: no such axis" for axis in sizes if axis not in MESH_AXES]
     faults += [

@@ -1,6 +1,7 @@
 """Hardware that is not here: its devices, to compile for, and what one of them holds and does.
 
     v5e:16x16     TPUs, by generation and shape, as libtpu names them; needs libtpu
+    4*v5e:16x16   four such slices, joined by the data-center network
     H100:16       GPUs by number, eight in a host; needs JAX's CUDA plugin, neither GPU nor driver
     cpu:8         this machine's processor, as so many devices
 
@@ -18,6 +19,7 @@ import jax
 from jax.experimental import topologies
 
 from cem_jax.errors import UserError
+from cem_jax.parallel.mesh import slice_of
 
 GIB = 2**30
 GPUS_IN_HOST = 8
@@ -29,7 +31,7 @@ class Capacity(NamedTuple):
     memory: float | None  # bytes that a program may use
     bandwidth: float | None  # of main memory, bytes a second
     link: float | None  # bytes a second that a device sends in a ring
-    far_link: float | None = None  # the same between hosts, where that is another network
+    far_link: float | None = None  # the same between slices, or hosts of GPUs: another network
     flops: float | None = None  # a peak where cem_jax.train.flops has none
     note: str = ""  # where these figures are no device's own
 
@@ -47,6 +49,10 @@ class Topology(NamedTuple):
         """The `device_kind` of its devices."""
         return self.devices[0].device_kind
 
+    def neighbourhood(self, device: jax.Device) -> int:
+        """The slice of TPUs, or the host of GPUs, in which `device` has fast links."""
+        return device.id // GPUS_IN_HOST if self.platform == "cuda" else slice_of(device)
+
 
 class _Tpu(NamedTuple):
     dimensions: int
@@ -59,12 +65,13 @@ class _Tpu(NamedTuple):
 # Memory: what libtpu says it lets a program use, when asked for more. Bandwidth and links:
 # docs.cloud.google.com/tpu/docs, the page of each version. A ring runs along one dimension of the
 # torus and uses both its directions: the chip's links, one way, over 2 or 3 dimensions. A device is
-# a chip, but for TPU7x, where it is one of two cores.
+# a chip, but for TPU7x, where it is one of two cores. Between slices: a chip's share of the pod's
+# data-center network, where the page gives it.
 _TPUS = {
     "v4": _Tpu(3, 16, 4096, Capacity(30.75 * GIB, 1200e9, 100e9), {"chip_config_name": "megacore"}),
-    "v5e": _Tpu(2, 16, 256, Capacity(15.75 * GIB, 819e9, 100e9), {}),
+    "v5e": _Tpu(2, 16, 256, Capacity(15.75 * GIB, 819e9, 100e9, 3.125e9), {}),
     "v5p": _Tpu(3, 28, 8960, Capacity(95.73 * GIB, 2765e9, 200e9), {}),
-    "v6e": _Tpu(2, 16, 256, Capacity(31.24 * GIB, 1638e9, 200e9), {}),
+    "v6e": _Tpu(2, 16, 256, Capacity(31.24 * GIB, 1638e9, 200e9, 12.5e9), {}),
     "tpu7x": _Tpu(3, 48, 9216, Capacity(94.74 * GIB, 7380e9 / 2, 100e9), {}),
 }
 # As XLA describes them: name, bytes of memory, bytes a second. NVLink one way, and a 400 Gb/s
@@ -103,8 +110,9 @@ _NOMINAL = Capacity(
 KNOWN = (
     "known are "
     + ", ".join(f"{name}:{'x'.join('ABC'[: tpu.dimensions])}" for name, tpu in _TPUS.items())
-    + f" (TPU chips along each side, such as v5e:4x4), {', '.join(f'{name}:N' for name in _GPUS)} "
-    "and cpu:N"
+    + " (TPU chips along each side, such as v5e:4x4; 2*v5e:4x4 for two slices), "
+    + ", ".join(f"{name}:N" for name in _GPUS)
+    + " and cpu:N"
 )
 
 
@@ -118,16 +126,17 @@ def open_topology(name: str) -> Topology:
         return _cpu(name, _count(name, size))
     if kind in _GPUS:
         return _gpu(name, kind, _count(name, size))
-    return _tpu(name, kind, size)
+    slices, _, kind = kind.rpartition("*")
+    return _tpu(name, kind, size, slices)
 
 
 def _wrong(name: str, why: str) -> UserError:
     return UserError(f"--topology {name}: {why}; {KNOWN}")
 
 
-def _count(name: str, size: str) -> int:
+def _count(name: str, size: str, what: str = "of devices after the colon") -> int:
     if not re.fullmatch(r"[1-9]\d{0,5}", size):
-        raise _wrong(name, "expected a number of devices after the colon")
+        raise _wrong(name, f"expected a number {what}")
     return int(size)
 
 
@@ -148,12 +157,13 @@ def _compute_on_cpu(devices: int = 1) -> None:
         pass
 
 
-def _tpu(name: str, kind: str, size: str) -> Topology:
+def _tpu(name: str, kind: str, size: str, slices: str) -> Topology:
     known = _TPUS.get(kind)
     if known:
-        _check_shape(name, size, known)
-    elif not re.fullmatch(r"[\w ]+:\d+(x\d+)*", name):
+        _check_shape(name, kind, size, known)
+    elif not re.fullmatch(r"[\w ]+:\d+(x\d+)*", f"{kind}:{size}"):
         raise _wrong(name, "no such topology")
+    count = _count(name, slices, "of slices before the *") if "*" in name else 1
     library = os.environ.get("TPU_LIBRARY_PATH")
     if library and not Path(library).exists():
         raise UserError(f"TPU_LIBRARY_PATH: there is no {library}")
@@ -165,18 +175,19 @@ def _tpu(name: str, kind: str, size: str) -> Topology:
     for variable, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     _compute_on_cpu()
-    options = known.options if known else {}
+    options = dict(known.options) if known else {}
+    if count > 1:
+        options["num_slices"] = count
     try:
-        found = topologies.get_topology_desc(name, platform="tpu", **options).devices
+        found = topologies.get_topology_desc(f"{kind}:{size}", platform="tpu", **options).devices
     except Exception as error:  # libtpu's own, of several types
         said = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise _wrong(name, said) from None
     return Topology(name, "tpu", found, known.capacity if known else Capacity(None, None, None))
 
 
-def _check_shape(name: str, size: str, known: _Tpu) -> None:
+def _check_shape(name: str, kind: str, size: str, known: _Tpu) -> None:
     """libtpu takes shapes that no pod has, and its compiler dies of some."""
-    kind = name.partition(":")[0]
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
         raise _wrong(name, f"expected {kind}:{'x'.join('ABC'[: known.dimensions])}")
     sides = [int(side) for side in size.split("x")]

@@ -62,8 +62,11 @@ def _size(instruction: Instruction) -> int:
 
 def _read(program: Program, whole: int, user: Instruction, position: int) -> int:
     """Bytes that an instruction reads of one operand, `whole` bytes in all."""
-    if position == 0 and user.opcode in _SLICES:
-        return min(whole, array_bytes(user.shape))
+    opcode = user.opcode.removesuffix("-start")
+    if position == 0 and opcode in _SLICES:
+        # what has been started names its operand in the result too
+        own = array_bytes(user.shape) - (whole if opcode != user.opcode else 0)
+        return min(whole, max(0, own))
     if position == 0 and user.opcode == "dynamic-update-slice":
         return 0
     if user.opcode == "fusion":

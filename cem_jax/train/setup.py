@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from cem_jax.config import Config
+from cem_jax.data.checks import check_token_ids
 from cem_jax.data.loader import TrainLoader
 from cem_jax.data.mixture import Mixture, open_mixture, single
-from cem_jax.data.store import check_token_ids, open_dataset
+from cem_jax.data.store import open_dataset
 from cem_jax.errors import UserError
 from cem_jax.kernels import Unavailable
 from cem_jax.model import pure
@@ -144,8 +145,19 @@ def lay_out(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh
 
     Raises UserError with what does not divide over it, or has no kernel on these devices.
     """
-    sizes = {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
-    mesh = make_mesh(sizes, devices)
+    mesh = make_mesh(mesh_sizes(config), devices)
+    check_divides(config, mesh)
+    _check_kernels(config, mesh)
+    return mesh
+
+
+def mesh_sizes(config: Config) -> dict[str, int]:
+    """Devices along each axis as configured; -1: what the others leave."""
+    return {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
+
+
+def check_divides(config: Config, mesh: Mesh | AbstractMesh) -> None:
+    """Raise UserError with every parameter's and the batch's dimensions that do not divide."""
     names = {}
     described = jax.tree_util.tree_leaves_with_path(
         pure.describe(config.model), is_leaf=pure.is_info
@@ -159,8 +171,6 @@ def lay_out(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh
         context=config.data.context,
         microbatch=config.train.microbatch,
     )
-    _check_kernels(config, mesh)
-    return mesh
 
 
 def _check_kernels(config: Config, mesh: Mesh) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from tiny import BASE, FIELDS, tiny_config
 
@@ -32,10 +33,13 @@ def topology(count=4, **capacity):
     return Topology(f"v5e:{count}x1", "tpu", [CHIP] * count, Capacity(**known))
 
 
-def compiled(total=GIB, fits=True, moved=8e9, found=(), shape=(4, 1, 1, 1), **fields):
+def compiled(
+    total=GIB, fits=True, moved=8e9, found=(), shape=(4, 1, 1, 1), chips=(CHIP,) * 4, **fields
+):
     memory = dict(parameters=1, optimizer=2, arguments=3, temporaries=4, outputs=0, code=0)
     memory |= dict(total=total, capacity=16 * GIB)
-    mesh = SimpleNamespace(shape=dict(zip(("data", "fsdp", "tensor", "context"), shape)))  # noqa: B905
+    shape = dict(zip(("data", "fsdp", "tensor", "context"), shape, strict=True))
+    mesh = SimpleNamespace(shape=shape, devices=np.array(chips, dtype=object))
     values = dict(
         mesh=mesh, seconds=2.0, memory=memory, fits=fits, bytes=moved, collectives=list(found),
         unread_loops=0, xla={},
@@ -181,10 +185,17 @@ def test_the_estimate():
 
 
 def test_between_hosts_the_network_carries():
-    far = topology(16, far_link=50e9)
-    assert link_of(message(1, groups=((0, 7), (8, 15))), far) == 100e9
-    assert link_of(message(1, groups=((0, 8), (1, 9))), far) == 50e9
-    assert link_of(message(1, groups=((0, 8),)), topology(16)) == 100e9
+    places, capacity = [0] * 8 + [1] * 8, Capacity(None, 800e9, 100e9, far_link=50e9)
+    assert link_of(message(1, groups=((0, 7), (8, 15))), places, capacity) == 100e9
+    assert link_of(message(1, groups=((0, 8), (1, 9))), places, capacity) == 50e9
+
+
+def test_the_network_between_slices_must_be_known():
+    chips = [SimpleNamespace(slice_index=index // 2) for index in range(4)]
+    slow = compiled(found=[message(1e9, groups=((0, 2), (1, 3)))], chips=chips)
+    assert estimate(tiny_config(), topology(), slow)["step_seconds"] is None
+    known = estimate(tiny_config(), topology(far_link=2e9), slow)
+    assert known["seconds"]["communication"] == pytest.approx(0.5)
 
 
 def test_what_is_computed_again():
@@ -291,6 +302,18 @@ def test_tpus():
     found = json.loads(out)
     assert (found["device"], found["devices"], found["loops_not_read"]) == ("TPU v5 lite", 4, 0)
     assert found["collectives"]["all-gather"]["count"] > 0
+    assert found["step_seconds"] > 0
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_two_slices():
+    flags = ("--config.mesh.data=2", "--config.mesh.fsdp=4", "--json")
+    code, out, err = command("--topology", "2*v5e:2x2", *flags)
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["devices"], found["mesh"]["data"]) == (8, 2)
+    assert found["collectives_by_axes"]["data"]["all-reduce"]["bytes"] > 0
     assert found["step_seconds"] > 0
 
 

@@ -104,6 +104,46 @@ def test_pieces_slices_and_loops_of_a_tpu():
     }  # fmt: skip
 
 
+# Two slices of two devices: gathered beside a product, summed with nothing to do meanwhile.
+OF_TWO_SLICES = """
+HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: f32[8,32]) -> f32[16,32] {
+  %x = f32[8,32]{1,0} parameter(0)
+  %t = token[] after-all()
+  %s1 = (f32[8,32]{1,0}, u32[], token[]) send(%x, %t), channel_id=3, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_rendezvous="gather_0",\
+_xla_megascale_transfer_type="ALL_GATHER"}
+  %r1 = (f32[16,32]{1,0}, u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_rendezvous="gather_0"}
+  %busy = f32[8,32]{1,0} fusion(%x), kind=kLoop, calls=%nothing
+  %rd1 = (f32[16,32]{1,0}, token[]) recv-done(%r1), channel_id=2, is_host_transfer=true
+  %s2 = (f32[8,32]{1,0}, u32[], token[]) send(%busy, %t), channel_id=5, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_rendezvous="sum_0",\
+_xla_megascale_transfer_type="ALL_REDUCE"}
+  %r2 = (f32[8,32]{1,0}, u32[], token[]) recv(%t), channel_id=4, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_rendezvous="sum_0"}
+  %rd2 = (f32[8,32]{1,0}, token[]) recv-done(%r2), channel_id=4, is_host_transfer=true
+  ROOT %out = f32[16,32]{1,0} get-tuple-element(%rd1), index=0
+}
+
+%nothing (p: f32[8,32]) -> f32[8,32] {
+  ROOT %p = f32[8,32]{1,0} parameter(0)
+}
+"""
+
+
+def test_between_slices():
+    mesh = {"data": 2, "fsdp": 2}
+    gathered, summed = collectives(parse(OF_TWO_SLICES), mesh, slices=(0, 0, 1, 1))
+    size = 8 * 32 * 4
+    assert gathered.groups == summed.groups == ((0, 2), (1, 3))
+    assert gathered.axes == summed.axes == "data"
+    assert (gathered.kind, gathered.bytes, gathered.sent) == ("all-gather", 2 * size, size)
+    assert (summed.kind, summed.bytes, summed.sent) == ("all-reduce", size, size)
+    assert (gathered.overlapped, summed.overlapped) == (True, False)
+
+
 def test_a_loop_that_cannot_be_read_counts_once_and_says_so():
     found = collectives(of_a_tpu(start="2"), MESH)
     assert [(one.times, one.certain) for one in found] == [(1, True), (1, False), (1, False)]

@@ -2,9 +2,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
@@ -179,6 +181,39 @@ def test_a_mesh_of_eight_devices():
             else:
                 raise AssertionError(sizes)
     """)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """As much of a TPU's device as meshes ask for."""
+
+    id: int
+    slice_index: int
+    process_index: int
+    coords: tuple[int, int, int]
+    core_on_chip: int = 0
+    platform: str = "tpu"
+    device_kind: str = "TPU v5 lite"
+
+
+CHIPS = [Chip(8 * s + 2 * x + y, s, s, (x, y, 0)) for s in (0, 1) for x in range(4) for y in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "crossing"),
+    [({"data": 2, "fsdp": 8}, 0), ({"data": 4, "tensor": 4}, 0), ({"fsdp": 16}, 1)],
+)
+def test_only_data_or_fsdp_crosses_between_slices(sizes, crossing):
+    mesh = make_mesh(sizes, CHIPS)
+    slices = np.vectorize(lambda chip: chip.slice_index, otypes=[int])(mesh.devices)
+    half = slices.shape[crossing] // 2
+    first, second = np.split(slices, [half], axis=crossing)
+    assert (first == 0).all() and (second == 1).all()
+
+
+def test_axes_that_cannot_cross_between_slices():
+    with pytest.raises(UserError, match="data = 1 and fsdp = 1 neither divides over the 2 slices"):
+        make_mesh({"tensor": 16}, CHIPS)
 
 
 def test_the_initial_state_does_not_depend_on_the_mesh():
