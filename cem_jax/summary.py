@@ -239,8 +239,8 @@ def _parameter_table(summary: dict[str, Any]) -> str:
     dtypes = " and ".join(sorted({s["dtype"] for s in summary["shardings"].values()}))
     total = ("all", "", f"{stacked // layers:,}", f"{summary['parameters']:,}", "", f"{held:,}")
     return _aligned([*rows, total], "<<>><>") + (
-        f"\nmesh: {mesh or 'one device'}; all {dtypes}; the optimizer's two moments lie as the parameters"
-        "\ndo; the batch is split over data+fsdp, activations also over context, heads and M over tensor"
+        f"\nmesh: {mesh or 'one device'}; all {dtypes}; the optimizer's moments lie as the parameters do;"
+        "\nthe batch is split over data+fsdp, activations also over context, heads and M over tensor"
     )
 
 

@@ -7,10 +7,11 @@ import pytest
 
 from cem_jax.cli import parse_arguments
 from cem_jax.config import fields, load_config
+from cem_jax.model import pure
 from cem_jax.overrides import describe
 
 FOLDER = Path(__file__).resolve().parent.parent / "configs"
-SHIPPED = sorted(str(path) for path in FOLDER.glob("*.py"))
+SHIPPED = sorted(str(path) for path in [*FOLDER.glob("*.py"), *FOLDER.glob("scale/*.py")])
 
 # size: (D, L, K, M, parameters of the Llama, steps)
 TABLE = {
@@ -91,12 +92,26 @@ def test_paper_sizes_and_steps(size):
         assert m.attention.kind == kind
 
 
+@pytest.mark.parametrize(
+    ("size", "cem", "llama"),
+    [("1b3", 882_313_600, 1_345_423_360), ("7b", 4_264_039_424, 6_738_415_616)],
+)
+def test_sizes_beyond_the_paper(size, cem, llama):
+    for kind, count in (("cem", cem), ("llama", llama)):
+        path = FOLDER / "scale" / f"{kind}_{size}.py"
+        c = load_config(str(path))
+        assert pure.count(c.model) == count
+        assert f"{count:,} parameters" in path.read_text() or f"({count:,})" in path.read_text()
+        assert c.train.tokens == 20 * llama
+        assert f"{c.total_steps:,} steps of" in path.read_text()
+
+
 def test_headers_give_the_command():
     for path in SHIPPED:
-        stem = Path(path).stem
-        if stem != "base":
+        name = Path(path).relative_to(FOLDER.parent)
+        if name.stem != "base":
             header = Path(path).read_text().split('"""')[1]
-            assert f"cem train --config configs/{stem}.py" in header
+            assert f"cem train --config {name}" in header
 
 
 def test_every_choice_of_a_field_loads():
