@@ -193,6 +193,7 @@ class EvalConfig:
 @dataclass(frozen=True)
 class LogConfig:
     every: Count
+    energies_every: Annotated[int, Range(low=0)]
     profile_steps: tuple[Annotated[int, Range(low=0)], ...]
     tensorboard: bool
     compile_cache: str | None

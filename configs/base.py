@@ -119,6 +119,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.log = g = ml_collections.ConfigDict()
     g.every = 10  # steps between metrics lines
+    g.energies_every = 0  # and between `energies` lines (docs/metrics.md); 0: none
     g.profile_steps = ()  # (first, last) step of a profiler trace
     g.tensorboard = True
     g.compile_cache = config_dict.placeholder(str)  # directory; None: ~/.cache/cem_jax/compile

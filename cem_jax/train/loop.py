@@ -20,6 +20,7 @@ from cem_jax.parallel import distributed
 from cem_jax.parallel.cluster import find_cluster
 from cem_jax.parallel.mesh import in_mesh
 from cem_jax.train.checkpoint import Checkpointer
+from cem_jax.train.energies import make_probe
 from cem_jax.train.flops import mfu, training_flops_per_token
 from cem_jax.train.metrics import MetricsWriter, SilentMetrics
 from cem_jax.train.progress import Progress
@@ -150,6 +151,7 @@ class _Loop:
         self.wishes = distributed.Wishes(setup.mesh)
         step = jitted_step(config, setup.mesh, setup.state, self.total)
         self.step = in_mesh(setup.mesh, distributed.together("the training step", step))
+        self.probe = make_probe(config, setup.mesh) if config.log.energies_every else None
 
     def announce(self, start: int) -> None:
         devices, count = jax.device_count(), distributed.processes()
@@ -176,13 +178,16 @@ class _Loop:
                 with self.rate.waiting():
                     _, batch = next(batches)
                 self._profile(step)
-                state, measured = self.step(state, place_batch(batch, self.setup.mesh))
+                batch = place_batch(batch, self.setup.mesh)
+                state, measured = self.step(state, batch)
                 if pending is not None:
                     self._read(*pending)
                 pending = step, measured
                 if self._pause_after(step):
                     self._read(*pending)
                     pending = None
+                    if self.energies_are_due:
+                        self._describe(state, batch, step + 1)
                     self._between(state, step + 1)
         except jax.errors.JaxRuntimeError as error:
             distributed.lost(error)
@@ -257,7 +262,15 @@ class _Loop:
             or milestone
             or bool(late)
         )
-        return self.save_is_due or self.eval_is_due
+        every = self.config.log.energies_every
+        self.energies_are_due = self.probe is not None and done % every == 0
+        return self.save_is_due or self.eval_is_due or self.energies_are_due
+
+    def _describe(self, state: TrainState, batch: dict[str, jax.Array], done: int) -> None:
+        """How the layers descend after `done` steps, on some of the last one's batch."""
+        with self.rate.paused():
+            self.metrics.write("energies", done, **self.probe(state.params, batch))
+        distributed.progress(f"energies after step {done}")
 
     def _between(self, state: TrainState, done: int) -> None:
         """Validation and checkpoint after `done` steps; the end, if a signal asked for it."""
