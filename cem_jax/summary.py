@@ -236,12 +236,12 @@ def _parameter_table(summary: dict[str, Any]) -> str:
         rows.append((name, shape, stacked, f"{count:,}", split, held))
     stacked = sum(n for p, n in summary["parameters_by_module"].items() if p.startswith("blocks."))
     held = sum(sharding["bytes_per_device"] for sharding in summary["shardings"].values())
-    dtypes = " and ".join(sorted({s["dtype"] for s in summary["shardings"].values()}))
     total = ("all", "", f"{stacked // layers:,}", f"{summary['parameters']:,}", "", f"{held:,}")
-    return _aligned([*rows, total], "<<>><>") + (
-        f"\nmesh: {mesh or 'one device'}; all {dtypes}; the optimizer's moments lie as the parameters do;"
-        "\nthe batch is split over data+fsdp, activations also over context, heads and M over tensor"
-    )
+    dtypes = " and ".join(sorted({s["dtype"] for s in summary["shardings"].values()}))
+    note = f"""
+mesh: {mesh or "one device"}; all {dtypes}; the optimizer's two moments lie as the parameters do.
+The batch is split over data+fsdp, activations also over context, heads and M over tensor."""
+    return _aligned([*rows, total], "<<>><>") + note
 
 
 def _twin_table(summary: dict[str, Any]) -> str:
