@@ -29,6 +29,13 @@ def add(commands: Any) -> None:
         help="token between documents (default: %(default)s)",
     )
     prepare.add_argument(
+        "--source-field",
+        type=text,
+        metavar="NAME",
+        help="field whose values name sources, such as meta.redpajama_set_name: each becomes a "
+        "stream of its own, to be weighted in data.mixture and evaluated by itself",
+    )
+    prepare.add_argument(
         "--validation-fraction",
         type=value(Annotated[float, Range(low=0, below=1)]),
         metavar="F",
@@ -51,14 +58,17 @@ def _add_inputs(parser: argparse.ArgumentParser, required: bool) -> None:
         nargs="+",
         required=required,
         metavar="PATH",
-        help="files or folders: .txt, .jsonl, .parquet, and .gz or .zst of them",
+        help="files, folders, globs, or URLs of them (gs://, s3://, hf://, with fsspec): .txt (a "
+        "file is a document), .jsonl, .json (an array, or lines) and .parquet, each also packed "
+        "as .gz, .zst, .xz or .bz2",
     )
     parser.add_argument(
         "--text-column",
         type=text,
         default="text",
         metavar="NAME",
-        help="field of .jsonl and .parquet records (default: %(default)s)",
+        help="field of .jsonl, .json and .parquet records; a.b is a field in a field "
+        "(default: %(default)s)",
     )
 
 

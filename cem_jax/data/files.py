@@ -4,12 +4,15 @@ import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from cem_jax.data.compression import PACKINGS
+from cem_jax.data.remote import AnyPath, RemotePath, is_url, open_url, reading
 from cem_jax.errors import UserError
 
-_TEXT_FORMATS = (".txt", ".jsonl", ".json")
-FORMATS = (*(f + packing for f in _TEXT_FORMATS for packing in ("", ".gz", ".zst")), ".parquet")
+_CONTENTS = (".txt", ".jsonl", ".json", ".parquet")
+FORMATS = tuple(content + packing for content in _CONTENTS for packing in ("", *PACKINGS))
+FORMATS_TOLD = f"{', '.join(_CONTENTS)}, each also {', '.join(PACKINGS)}"
 _SPLIT_FOLDERS = {
     "train": "train",
     "training": "train",
@@ -23,25 +26,30 @@ _SPLIT_FOLDERS = {
 
 @dataclass(frozen=True)
 class SourceFile:
-    path: Path
-    size: int  # bytes on disk
+    path: AnyPath
+    size: int  # bytes as stored
     split: str | None  # train | validation | test by its folder's name; None: not named
+
+    def version(self) -> str:
+        """Differs when the file was written again."""
+        path = self.path
+        return str(path.stat().st_mtime_ns) if isinstance(path, Path) else path.version()
 
 
 @dataclass(frozen=True)
 class FoundFiles:
     files: tuple[SourceFile, ...]
-    ignored: tuple[Path, ...]  # found in a folder, but of no known format
+    ignored: tuple[AnyPath, ...]  # found in a folder, but of no known format
 
 
-def file_format(path: Path) -> str | None:
+def file_format(path: PurePath | AnyPath) -> str | None:
     """The entry of FORMATS that a file's name ends in; None for other names."""
     name = path.name.lower()
     return max((f for f in FORMATS if name.endswith(f)), key=len, default=None)
 
 
 def find_files(inputs: Sequence[str]) -> FoundFiles:
-    """The corpus files under paths, folders and globs: sorted by path, each once.
+    """The corpus files under paths, folders, globs and URLs of them: sorted by path, each once.
 
     A folder is walked (hidden files and files of other formats left out). The split is the
     nearest folder called train, validation (valid, val, dev) or test: looked for from the
@@ -50,34 +58,44 @@ def find_files(inputs: Sequence[str]) -> FoundFiles:
     Raises UserError naming every input that is missing, unreadable, of an unknown format or
     without a usable file.
     """
-    found: dict[Path, SourceFile] = {}
-    ignored: set[Path] = set()
+    found: dict[str, SourceFile] = {}
+    ignored: set[AnyPath] = set()
     problems: list[str] = []
     for given in inputs:
         usable = 0
-        others: set[Path] = set()
+        others: set[AnyPath] = set()
         told = len(problems)
         for path, split in _expand(given, problems):
             if file_format(path) is None:
                 others.add(path)
                 continue
             usable += 1
-            if os.access(path, os.R_OK):
-                found.setdefault(path.resolve(), SourceFile(path, path.stat().st_size, split))
+            if isinstance(path, RemotePath):
+                found.setdefault(str(path), SourceFile(path, path.size(), split))
+            elif os.access(path, os.R_OK):
+                real = os.path.realpath(path)
+                found.setdefault(real, SourceFile(path, path.stat().st_size, split))
             else:
                 problems.append(f"{path} cannot be read")
         if not usable and len(problems) == told:
             holds = f"only {_suffixes(others)} files" if others else "nothing"
-            problems.append(f"{given} gives {holds}; known formats are {', '.join(FORMATS)}")
+            problems.append(f"{given} gives {holds}; known formats are {FORMATS_TOLD}")
         ignored |= others
     if problems:
         raise UserError(*problems)
     files = sorted(found.values(), key=lambda file: str(file.path))
-    return FoundFiles(tuple(files), tuple(sorted(ignored)))
+    return FoundFiles(tuple(files), tuple(sorted(ignored, key=str)))
 
 
-def _expand(given: str, problems: list[str]) -> Iterator[tuple[Path, str | None]]:
+def _expand(given: str, problems: list[str]) -> Iterator[tuple[AnyPath, str | None]]:
     """(file, split) for everything an input stands for; adds what is wrong to `problems`."""
+    if is_url(given):
+        try:
+            with reading(UserError, f"{given} cannot be read"):
+                yield from _expand_url(given, problems)
+        except UserError as error:
+            problems += error.messages
+        return
     path = Path(given)
     if path.exists():
         yield from _below(path, problems)
@@ -89,6 +107,28 @@ def _expand(given: str, problems: list[str]) -> Iterator[tuple[Path, str | None]
             yield from _below(Path(match), problems)
     else:
         problems.append(f"{given} does not exist")
+
+
+def _expand_url(given: str, problems: list[str]) -> Iterator[tuple[RemotePath, str | None]]:
+    path = open_url(given)
+    if path.exists():
+        matches = [path]
+    elif glob.has_magic(given):
+        matches = [path.at(str(inner)) for inner in sorted(path.system.glob(path.inner))]
+        if not matches:
+            problems.append(f"{given} matches no file")
+    else:
+        matches = []
+        problems.append(f"{given} does not exist")
+    for match in matches:
+        if not match.is_dir():
+            yield match, _split_of(match.parts[:-1][-2:])
+            continue
+        above = len(match.parts) - 1
+        for inner in sorted(match.system.find(match.inner)):
+            inside = match.at(str(inner))
+            if not any(part.startswith(".") for part in inside.parts[above + 1 :]):
+                yield inside, _split_of(inside.parts[above:-1])
 
 
 def _below(path: Path, problems: list[str]) -> Iterator[tuple[Path, str | None]]:
@@ -123,5 +163,5 @@ def _split_of(folders: Sequence[str]) -> str | None:
     return next(filter(None, named), None)
 
 
-def _suffixes(paths: Iterable[Path]) -> str:
+def _suffixes(paths: Iterable[AnyPath]) -> str:
     return ", ".join(sorted({path.suffix or path.name for path in paths}))

@@ -1,34 +1,37 @@
 """`cem prepare`: a corpus and a tokenizer in, a dataset directory (see store.py) out."""
 
 import argparse
-import collections
-import json
+import hashlib
 import os
+import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from cem_jax.data.accounts import Accounts, Counts
+from cem_jax.data.checks import check_dataset
 from cem_jax.data.compression import BadFile
-from cem_jax.data.encoding import Batch, Encoded, Encoder, encode_all
-from cem_jax.data.files import FoundFiles, SourceFile, find_files
+from cem_jax.data.encoding import Batch, Encoder, Stream, encode_all
+from cem_jax.data.files import FoundFiles, find_files
 from cem_jax.data.progress import PrepareProgress
-from cem_jax.data.readers import Record, read_records
-from cem_jax.data.shards import SHARD_TOKENS, ShardWriter, new_directory, require_free, token_dtype
-from cem_jax.data.store import DESCRIPTION, FORMAT, MODEL, check_dataset
+from cem_jax.data.readers import Fields, Record, check_start, read_records
+from cem_jax.data.shards import NOTHING, SHARD_TOKENS, ShardState, ShardWriter, token_dtype
+from cem_jax.data.store import DESCRIPTION, FORMAT, MODEL, description_bytes
 from cem_jax.data.tokenizer import Tokenizer
+from cem_jax.data.workplace import Workplace, require_free, workplace, write_durably
 from cem_jax.errors import UserError
 
 VALIDATION_FRACTION = 0.01
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 4096
-_SMALL_CORPUS = 8 << 20  # bytes on disk below which starting workers costs more than it saves
-_CASES = 10  # dropped or mended records listed by place
+_SMALL_CORPUS = 8 << 20  # bytes as stored below which starting workers costs more than it saves
+_KEEP_SECONDS = 10.0  # between the points that a killed run goes on from
 _SPLIT_ORDER = ("train", "validation", "test")
 
 
-def run(args: argparse.Namespace) -> dict:
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """`cem prepare`, or `cem prepare --check DIR`; the JSON object of the command."""
     out = sys.stderr if args.json else sys.stdout
     if args.check is not None:
@@ -43,6 +46,7 @@ def run(args: argparse.Namespace) -> dict:
         args.tokenizer,
         args.output,
         column=args.text_column,
+        source_field=args.source_field,
         separator=args.separator,
         workers=args.workers,
         skip_bad_files=args.skip_bad_files,
@@ -58,45 +62,54 @@ def prepare(
     output: str | os.PathLike[str],
     *,
     column: str = "text",
+    source_field: str | None = None,
     separator: str = "bos",
     workers: int = 1,
     skip_bad_files: bool = False,
     validation_fraction: float = VALIDATION_FRACTION,
     shard_tokens: int = SHARD_TOKENS,
-) -> dict:
+) -> dict[str, Any]:
     """Write `output`: train, validation and test streams of token ids, and what was dropped.
 
     Splits are named by folders (see `find_files`). Where no folder names a validation split,
-    a document of the rest goes there if its hash falls below `validation_fraction`. The result
-    is the same for every number of workers. Bad records are skipped and counted by reason; a
-    bad file raises UserError, or is reported and left at its fault with `skip_bad_files`.
+    a document of the rest goes there if its hash falls below `validation_fraction`. With a
+    `source_field` the documents of each of its values are a stream of their own. Bad records are
+    skipped and counted by reason; a bad file raises UserError, or is reported and left at its
+    fault with `skip_bad_files`.
 
-    Raises UserError, leaving nothing behind, also when no document is usable.
+    The bytes are the same for every number of workers. A killed call is continued by the same
+    call, to the same bytes. Raises UserError, leaving nothing behind but what can be continued,
+    also when no document is usable.
     """
-    found, loaded = _check_inputs(inputs, tokenizer, Path(output), separator)
+    output = Path(output)
+    found, loaded = _check_inputs(inputs, tokenizer, output, separator, skip_bad_files)
     by_hash = not any(file.split == "validation" for file in found.files)
+    fields = Fields(column, source_field)
     encoder = Encoder(
-        loaded.model_bytes, separator, column, validation_fraction if by_hash else 0.0
+        loaded.model_bytes, separator, fields, validation_fraction if by_hash else 0.0
     )
     if sum(file.size for file in found.files) < _SMALL_CORPUS:
         workers = 1
-    with new_directory(Path(output)) as partial:
-        corpus = _Corpus(found.files, skip_bad_files, column)
-        dtype = token_dtype(loaded.vocab_size)
-        writers = {name: ShardWriter(partial, name, dtype, shard_tokens) for name in _SPLIT_ORDER}
+    command = {
+        "tokenizer": loaded.hash,
+        "--separator": separator,
+        "--text-column": column,
+        "--source-field": source_field,
+        "--validation-fraction": validation_fraction,
+        "tokens in a shard": shard_tokens,
+        "input files": _identity(found),
+    }
+    accounts = Accounts(found.files, fields, skip_bad_files)
+    with workplace(output, command) as work:
         try:
-            for encoded in encode_all(corpus.batches(), encoder, workers):
-                corpus.add(encoded)
-                for name, part in encoded.parts.items():
-                    writers[name].append(part.ids)
-            corpus.finish()
-            shards = {name: writer.close() for name, writer in writers.items()}
-        finally:
-            for writer in writers.values():
-                writer.abandon()
-        description = corpus.describe(loaded, separator, shards)
-        (partial / MODEL).write_bytes(loaded.model_bytes)
-        (partial / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+            shards = _write_streams(work, accounts, encoder, workers, shard_tokens)
+        except BaseException:
+            if work.is_resumable():
+                _note(f"{work.path} keeps what was done; the same command goes on")
+            raise
+        description = _describe(accounts, loaded, encoder, shards)
+        (work.path / MODEL).write_bytes(loaded.model_bytes)
+        write_durably(work.path / DESCRIPTION, description_bytes(description))
     if by_hash and validation_fraction and not description["splits"].get("validation"):
         print(
             f"cem: warning: no document fell into the validation split ({validation_fraction:.2%} "
@@ -104,13 +117,17 @@ def prepare(
             "validation",
             file=sys.stderr,
         )
-    return _totals(description) | corpus.report(found.ignored) | {"output": str(output)}
+    return _totals(description) | accounts.report(found.ignored) | {"output": str(output)}
 
 
 def _check_inputs(
-    inputs: Sequence[str], tokenizer: str | os.PathLike[str], output: Path, separator: str
+    inputs: Sequence[str],
+    tokenizer: str | os.PathLike[str],
+    output: Path,
+    separator: str,
+    skip_bad_files: bool,
 ) -> tuple[FoundFiles, Tokenizer]:
-    """Everything that can be wrong before any work, in one UserError."""
+    """Everything that can be found wrong before any work, in one UserError."""
     problems: list[str] = []
     found, loaded = FoundFiles((), ()), None
     try:
@@ -126,159 +143,141 @@ def _check_inputs(
         require_free(output)
     except UserError as error:
         problems += error.messages
+    for file in () if skip_bad_files else found.files:
+        try:
+            check_start(file.path)
+        except BadFile as bad:
+            problems.append(f"{file.path}: {bad} (--skip-bad-files goes on without it)")
     if problems:
         raise UserError(*problems)
     return found, loaded
 
 
-@dataclass
-class _FileTally:
-    records: int = 0
-    missing_column: int = 0
-    bad: bool = False
+def _identity(found: FoundFiles) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for file in found.files:
+        digest.update(f"{file.path}\0{file.size}\0{file.version()}\0{file.split}\n".encode())
+    size = sum(file.size for file in found.files)
+    return f"{len(found.files):,} files of {size:,} bytes ({digest.hexdigest()})"
 
 
-@dataclass
-class _Corpus:
-    """Reads the files into batches and keeps the accounts of what came out of them."""
+def _write_streams(
+    work: Workplace, accounts: Accounts, encoder: Encoder, workers: int, shard_tokens: int
+) -> dict[Stream, list[dict[str, Any]]]:
+    """Encode the corpus from where `work` stands; the finished shards of each stream."""
+    dtype = token_dtype(Tokenizer.from_bytes(encoder.model_bytes).vocab_size)
+    writers: dict[Stream, ShardWriter] = {}
 
-    files: tuple[SourceFile, ...]
-    skip_bad_files: bool
-    column: str
-    dropped: collections.Counter[str] = field(default_factory=collections.Counter)
-    repaired: collections.Counter[str] = field(default_factory=collections.Counter)
-    cases: list[str] = field(default_factory=list)
-    bad_files: list[str] = field(default_factory=list)
-    tallies: dict[int, _FileTally] = field(default_factory=dict)
-    judged: int = 0  # files before this one
-    documents: collections.Counter[str] = field(default_factory=collections.Counter)
-    tokens: collections.Counter[str] = field(default_factory=collections.Counter)
-    bytes: collections.Counter[str] = field(default_factory=collections.Counter)
+    def writer(stream: Stream, state: ShardState = NOTHING) -> ShardWriter:
+        if stream not in writers:
+            stem = f"{stream.split}/{_stem(stream.source)}"
+            writers[stream] = ShardWriter(work.path, stem, dtype, shard_tokens, state)
+        return writers[stream]
 
-    def __post_init__(self) -> None:
-        self.progress = PrepareProgress(sum(file.size for file in self.files), sys.stderr)
+    progress = PrepareProgress([file.size for file in accounts.files], sys.stderr)
+    try:
+        if work.state:
+            accounts.restore(work.state["accounts"])
+            for *names, shards, written in work.state["shards"]:
+                writer(Stream(*names), ShardState(shards, written))
+            _note(f"going on behind {accounts.documents:,} documents, done by an earlier run")
+        progress.start(accounts.file, accounts.tokens)
+        kept = time.monotonic()
+        batches = _batches(accounts, progress)
+        for encoded in encode_all(batches, encoder, workers):
+            accounts.add(encoded)
+            for stream, part in encoded.parts.items():
+                writer(stream).append(part.ids)
+            progress.made(accounts.documents, accounts.tokens)
+            if time.monotonic() - kept >= _KEEP_SECONDS:
+                shards = [[*stream, *each.sync()] for stream, each in writers.items()]
+                work.keep({"accounts": accounts.state(), "shards": shards})
+                kept = time.monotonic()
+        accounts.require_documents()
+        return {stream: each.close() for stream, each in writers.items()}
+    finally:
+        progress.close()
+        for each in writers.values():
+            each.abandon()
 
-    def batches(self) -> Iterator[Batch]:
-        """Records of every file in order; a bad file ends early, in an error unless skipped."""
-        finished = 0
-        for index, file in enumerate(self.files):
-            records: list[Record] = []
-            size = 0
-            self.tallies[index] = _FileTally()
-            try:
-                for record in read_records(
-                    file.path, self.column, lambda at, base=finished: self.progress.read(base + at)
-                ):
-                    records.append(record)
-                    size += record.size()
-                    if size >= _BATCH_BYTES or len(records) >= _BATCH_RECORDS:
-                        yield Batch(index, file.split, records)
-                        records, size = [], 0
-            except BadFile as bad:
-                self._bad_file(index, str(bad))
-            if records:
-                yield Batch(index, file.split, records)
-            finished += file.size
 
-    def add(self, encoded: Encoded) -> None:
-        """Count one encoded batch; batches come in order."""
-        self._judge_files_before(encoded.file)
-        tally = self.tallies[encoded.file]
-        path = self.files[encoded.file].path
-        for line, reason in encoded.dropped:
-            self._note(self.dropped, reason, f"{path}:{line}: {reason}")
-            tally.missing_column += reason == "missing_column"
-        for line, fault in encoded.repaired:
-            self._note(self.repaired, fault, f"{path}:{line}: {fault} (mended)")
-        for name, part in encoded.parts.items():
-            self.documents[name] += part.documents
-            self.tokens[name] += part.ids.size
-            self.bytes[name] += part.bytes
-        tally.records += len(encoded.dropped) + sum(p.documents for p in encoded.parts.values())
-        self.progress.made(self.documents.total(), self.tokens.total())
+def _batches(accounts: Accounts, progress: PrepareProgress) -> Iterator[Batch]:
+    """Records of every file from where the accounts stand; the last batch of a file says so."""
+    skipped = accounts.records
+    for index in range(accounts.file, len(accounts.files)):
+        file = accounts.files[index]
+        records: list[Record] = []
+        size, fault = 0, None
+        try:
+            on_position = lambda position, index=index: progress.read(index, position)
+            for number, record in enumerate(read_records(file.path, accounts.fields, on_position)):
+                if number < skipped:
+                    continue
+                full = len(records) >= _BATCH_RECORDS or size + record.size() > _BATCH_BYTES
+                if records and full:
+                    yield Batch(index, file.split, records)
+                    records, size = [], 0
+                records.append(record)
+                size += record.size()
+        except BadFile as bad:
+            fault = str(bad)
+        yield Batch(index, file.split, records, is_last=True, fault=fault)
+        skipped = 0
 
-    def finish(self) -> None:
-        """Judge what is left to judge; raises UserError when no document was usable."""
-        self.progress.close()
-        self._judge_files_before(len(self.files))
-        if not self.documents.total():
-            raise UserError(
-                f"no usable document in {len(self.files)} input file(s); dropped: "
-                + _reasons(self.dropped),
-                *self.cases,
-                *self.bad_files,
-            )
 
-    def describe(self, tokenizer: Tokenizer, separator: str, shards: dict[str, list]) -> dict:
-        """The content of dataset.json."""
-        splits = {}
-        for name in _SPLIT_ORDER:
-            if self.documents[name]:
-                counts = {
-                    "tokens": self.tokens[name],
-                    "documents": self.documents[name],
-                    "bytes": self.bytes[name],
-                }
-                splits[name] = counts | {"sources": {"all": counts}, "shards": shards[name]}
-        return {
-            "format": FORMAT,
-            "tokenizer": {
-                "hash": tokenizer.hash,
-                "vocab_size": tokenizer.vocab_size,
-                "separator": separator,
-            },
-            "splits": splits,
-            "dropped": dict(sorted(self.dropped.items())),
-            "repaired": dict(sorted(self.repaired.items())),
-            "bad_files": len(self.bad_files),
+def _stem(source: str) -> str:
+    """`tokens`, or `tokens-` and the source's name as a file's name can hold it."""
+    if not source:
+        return "tokens"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", source)[:64]
+    if plain != source:
+        plain += "-" + hashlib.blake2b(source.encode(), digest_size=3).hexdigest()
+    return f"tokens-{plain}"
+
+
+def _describe(
+    accounts: Accounts,
+    tokenizer: Tokenizer,
+    encoder: Encoder,
+    shards: dict[Stream, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """The content of dataset.json."""
+    splits = {}
+    for split in _SPLIT_ORDER:
+        streams = sorted(stream for stream in accounts.streams if stream.split == split)
+        if not streams:
+            continue
+        total = Counts()
+        for counts in (accounts.streams[stream] for stream in streams):
+            total.tokens += counts.tokens
+            total.documents += counts.documents
+            total.bytes += counts.bytes
+        named = lambda stream: {"source": stream.source} if stream.source else {}
+        splits[split] = {
+            **vars(total),
+            "sources": {s.source or "all": dict(vars(accounts.streams[s])) for s in streams},
+            "shards": [shard | named(stream) for stream in streams for shard in shards[stream]],
         }
-
-    def report(self, ignored: Sequence[Path]) -> dict:
-        """Tell on standard error what did not become data, with places; the same as JSON."""
-        if ignored:
-            kinds = ", ".join(sorted({path.suffix or path.name for path in ignored})[:8])
-            print(f"cem: note: {len(ignored)} files of other formats: {kinds}", file=sys.stderr)
-        total = self.dropped.total()
-        if self.cases:
-            share = total / (total + self.documents.total())
-            print(
-                f"cem: warning: {total:,} records dropped ({share:.2%}): {_reasons(self.dropped)}; "
-                f"{self.repaired.total():,} mended: {_reasons(self.repaired)}",
-                *(f"  {case}" for case in self.cases),
-                sep="\n",
-                file=sys.stderr,
-            )
-        for bad in self.bad_files:
-            print(f"cem: warning: bad file: {bad}", file=sys.stderr)
-        return {"cases": self.cases, "bad_files": self.bad_files}
-
-    def _judge_files_before(self, end: int) -> None:
-        """Files whose records all came: a column missing throughout is the file's fault."""
-        for index in range(self.judged, end):
-            tally = self.tallies[index]
-            if tally.records and tally.missing_column == tally.records:
-                self._bad_file(index, f"has no column {self.column!r} in any record")
-            elif not tally.records and not tally.bad:
-                path = self.files[index].path
-                self._note(self.dropped, "empty_file", f"{path}: empty_file")
-        self.judged = max(self.judged, end)
-
-    def _note(self, counts: collections.Counter[str], reason: str, case: str) -> None:
-        counts[reason] += 1
-        if len(self.cases) < _CASES:
-            self.cases.append(case)
-
-    def _bad_file(self, index: int, fault: str) -> None:
-        message = f"{self.files[index].path}: {fault}"
-        if not self.skip_bad_files:
-            raise UserError(
-                f"{message} (--skip-bad-files keeps what comes before the fault and goes on)"
-            )
-        self.tallies[index].bad = True
-        self.bad_files.append(message)
+    return {
+        "format": FORMAT,
+        "tokenizer": {
+            "hash": tokenizer.hash,
+            "vocab_size": tokenizer.vocab_size,
+            "separator": encoder.separator,
+            "bos_id": tokenizer.bos_id,
+            "eos_id": tokenizer.eos_id,
+        },
+        "text_column": encoder.fields.text,
+        "source_field": encoder.fields.source,
+        "validation_fraction": encoder.validation_fraction,
+        "splits": splits,
+        "dropped": dict(sorted(accounts.dropped.items())),
+        "repaired": dict(sorted(accounts.repaired.items())),
+        "bad_files": len(accounts.bad_files),
+    }
 
 
-def _totals(description: dict) -> dict:
+def _totals(description: dict[str, Any]) -> dict[str, Any]:
     splits = description["splits"].values()
     totals = {key: sum(s[key] for s in splits) for key in ("documents", "tokens", "bytes")}
     return totals | {
@@ -286,15 +285,24 @@ def _totals(description: dict) -> dict:
     }
 
 
-def _print_table(result: dict, out: TextIO) -> None:
-    print(f"{'split':<12}{'documents':>12}{'tokens':>16}{'bytes':>16}{'bytes/token':>13}", file=out)
-    for name, s in result["splits"].items():
-        ratio = s["bytes"] / s["tokens"]
+def _print_table(result: dict[str, Any], out: TextIO) -> None:
+    rows = []
+    for name, split in result["splits"].items():
+        rows.append((name, split))
+        if len(split["sources"]) > 1 or "all" not in split["sources"]:
+            rows += [(f"  {source}", counts) for source, counts in split["sources"].items()]
+    width = max(12, *(len(name) + 2 for name, _ in rows))
+    print(
+        f"{'split':<{width}}{'documents':>12}{'tokens':>16}{'bytes':>16}{'bytes/token':>13}",
+        file=out,
+    )
+    for name, s in rows:
         print(
-            f"{name:<12}{s['documents']:>12,}{s['tokens']:>16,}{s['bytes']:>16,}{ratio:>13.2f}",
+            f"{name:<{width}}{s['documents']:>12,}{s['tokens']:>16,}{s['bytes']:>16,}"
+            f"{s['bytes'] / s['tokens']:>13.2f}",
             file=out,
         )
 
 
-def _reasons(dropped: collections.Counter[str]) -> str:
-    return ", ".join(f"{reason} {n:,}" for reason, n in sorted(dropped.items())) or "none"
+def _note(text: str) -> None:
+    print(f"cem: note: {text}", file=sys.stderr)

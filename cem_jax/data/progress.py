@@ -1,27 +1,35 @@
 """The line that `cem prepare` shows on standard error while it works."""
 
 import time
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import TextIO
 
 _TERMINAL_SECONDS = 0.5
 _LOG_SECONDS = 15.0
+_BAR = 20  # characters
 
 
 class PrepareProgress:
     """Bytes read, documents, tokens a second and the time left; rare lines when not a terminal."""
 
-    def __init__(self, total_bytes: int, stream: TextIO):
-        self._total = total_bytes
+    def __init__(self, sizes: Sequence[int], stream: TextIO):
+        self._before = list(accumulate(sizes, initial=0))
         self._stream = stream
         self._terminal = stream.isatty()
         self._every = _TERMINAL_SECONDS if self._terminal else _LOG_SECONDS
-        self._started = self._shown = time.monotonic()
-        self._bytes = 0
         self._any = False
+        self.start(0, 0)
 
-    def read(self, position: int) -> None:
-        """So many bytes on disk have been read, over all files."""
-        self._bytes = position
+    def start(self, file: int, tokens: int) -> None:
+        """Work begins at this file; so many tokens were made earlier, and count for no speed."""
+        self._started = self._shown = time.monotonic()
+        self._first = self._bytes = self._before[file]
+        self._tokens = tokens
+
+    def read(self, file: int, position: int) -> None:
+        """So many bytes of a file, as stored, have been read."""
+        self._bytes = self._before[file] + position
 
     def made(self, documents: int, tokens: int) -> None:
         """So many documents and tokens were written; shows a line when it is time."""
@@ -30,10 +38,12 @@ class PrepareProgress:
             return
         self._shown = now
         spent = now - self._started
-        left = spent * (self._total - self._bytes) / max(1, self._bytes)
+        total, done = self._before[-1], self._bytes - self._first
+        left = _clock(spent * (total - self._bytes) / done) if done else "?"
+        speed = (tokens - self._tokens) / spent
         line = (
-            f"{self._bytes / 1e6:,.1f} of {self._total / 1e6:,.1f} MB  "
-            f"{documents:,} documents  {tokens / spent:,.0f} tokens/s  ETA {_clock(left)}"
+            f"{_bar(self._bytes, total)}{self._bytes / 1e6:,.1f} of {total / 1e6:,.1f} MB  "
+            f"{documents:,} documents  {tokens:,} tokens  {speed:,.0f} tokens/s  ETA {left}"
         )
         print(
             f"\r\033[K{line}" if self._terminal else line,
@@ -47,6 +57,11 @@ class PrepareProgress:
         """End the line, so that what follows starts a new one."""
         if self._terminal and self._any:
             print(file=self._stream)
+
+
+def _bar(done: int, total: int) -> str:
+    filled = _BAR * done // max(1, total)
+    return f"[{'#' * filled}{'.' * (_BAR - filled)}] "
 
 
 def _clock(seconds: float) -> str:

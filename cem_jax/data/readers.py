@@ -1,11 +1,10 @@
-"""Documents out of text files: .txt, .jsonl, .json (packed or not) and .parquet, streaming.
+"""Documents out of text files: .txt, .jsonl, .json and .parquet, packed or not, streaming.
 
 `read_records` splits a file into records without looking into them, cheap enough for one
-process; `document_text` takes the text out of a record and can run in another process.
+process; `read_document` takes the text out of a record and can run in another process.
 """
 
 import codecs
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,88 +12,164 @@ from typing import Any, NamedTuple
 
 from cem_jax.data.compression import BadFile, ByteStream, refuse_other_content
 from cem_jax.data.files import file_format
+from cem_jax.data.json_text import (
+    LARGEST,
+    BadRecord,
+    LongString,
+    array_elements,
+    character_start,
+    parse_cut,
+)
+from cem_jax.data.parquet import parquet_rows
+from cem_jax.data.remote import AnyPath, reading
 
+UNKNOWN_SOURCE = "unknown"
+# A record that is one of these says nothing about its neighbours; if all of a file's records are
+# of the other kinds, it is the file that is not what it should be.
+HARMLESS = ("empty_text", "null_text")
 _BOM = codecs.BOM_UTF8
-# Numbers are never text, and Python refuses to make integers of more than 4300 digits.
-_JSON = json.JSONDecoder(parse_int=float)
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_CUT_OFF = 16  # characters before a text's end at which a cut-off JSON value can be noticed
-_PARQUET_ROWS = 64  # rows decoded at a time; one may hold megabytes
+_PIECE = 1 << 20  # bytes of a text decoded at a time
 
 
-class BadRecord(Exception):
-    """One record without usable text; the message is the reason's name in `dropped`."""
+class Fields(NamedTuple):
+    """What to read of a record: a.b is field b of field a, where no field is called a.b."""
+
+    text: str
+    source: str | None = None  # names the record's source
+
+
+class Missing(NamedTuple):
+    """In place of a text: a record that has none, and why."""
+
+    reason: str
 
 
 class Record(NamedTuple):
     line: int  # 1-based line of the file, or row of a Parquet file
-    kind: str  # json: bytes of an object still to be parsed | value: its text column as it is
-    data: Any
+    kind: str  # json: bytes of a value still to be parsed | value: its text as UTF-8
+    data: bytes | bytearray | Missing | None
+    source: Any = None  # with kind value
 
     def size(self) -> int:
-        """Bytes or characters held, roughly."""
-        return len(self.data) if isinstance(self.data, bytes | str) else 1
+        """Bytes held, roughly."""
+        return len(self.data) if isinstance(self.data, bytes | bytearray) else 1
 
 
 def read_records(
-    path: Path, column: str, on_position: Callable[[int], None] = lambda position: None
+    path: AnyPath, fields: Fields, on_position: Callable[[int], None] = lambda position: None
 ) -> Iterator[Record]:
-    """The records of one file, in order; `on_position` hears how many bytes on disk were read.
+    """The records of one file, in order; `on_position` hears how many stored bytes were read.
 
     Only LF ends a .jsonl record. A .json file may hold an array or one object a line. Raises
     BadFile when the file cannot be read to its end or has no such column.
     """
     form = file_format(path)
-    if form == ".parquet":
-        yield from _parquet_rows(path, column, on_position)
+    if form.startswith(".parquet"):
+        for row, text, source in parquet_rows(path, fields.text, fields.source, on_position):
+            yield Record(row, "value", text, source)
         return
     with ByteStream(path) as stream:
         chunks = _watched(stream, on_position)
         if form.startswith(".txt"):
-            text = _without_bom(b"".join(chunks))
-            yield Record(1, "value", text)
+            whole = _joined(chunks)
+            yield Record(1, "value", Missing("too_long") if whole is None else _without_bom(whole))
         elif form.startswith(".jsonl"):
-            yield from _jsonl_records(chunks, array_hint=True)
+            yield from _line_records(chunks, array_hint=True)
         else:
-            yield from _json_records(chunks, column)
+            yield from _json_records(chunks)
 
 
-class Document(NamedTuple):
+def check_start(path: AnyPath) -> None:
+    """Raise BadFile when the first bytes of a local file show that it is not what its name says.
+
+    Cheap enough to be done for all files before any is read.
+    """
+    if not isinstance(path, Path):
+        return
+    with reading(BadFile), path.open("rb") as raw:
+        refuse_other_content(raw.read(64), path.suffix.lower())
+
+
+class Piece(NamedTuple):
     text: str
     utf8: bytes
-    repaired: str | None  # what had to be mended: lone_surrogate
+    mended: bool  # lone surrogates, which UTF-8 cannot express, became U+FFFD
 
 
-def document_text(record: Record, column: str) -> Document:
-    """The document of a record; lone surrogates, which UTF-8 cannot express, become U+FFFD.
+def read_document(record: Record, fields: Fields) -> tuple[str | None, Iterator[Piece]]:
+    """A record's source (None: it has no such field) and its text in pieces of some megabytes.
 
-    Raises BadRecord: invalid_utf8, invalid_json, not_an_object, missing_column, null_text,
-    not_a_string or empty_text (nothing but whitespace).
+    Raises BadRecord, the last three also while the pieces are read: missing_column, null_text,
+    not_a_string, not_an_object, too_long, invalid_json, invalid_utf8, empty_text (nothing but
+    whitespace).
     """
-    text = record.data
-    if record.kind == "json":
-        text = _column_of(_parse_json(record.data), column)
-    if isinstance(text, bytes):
-        text = _decode(text)
-    if text is None:
-        raise BadRecord("null_text")
+    text, source = record.data, record.source
     if isinstance(text, Missing):
         raise BadRecord(text.reason)
-    if not isinstance(text, str):
+    if record.kind == "json":
+        element, strings = parse_cut(text)
+        text = _field(element, fields.text)
+        text = strings.get(text, text) if isinstance(text, str) else text
+        if fields.source:
+            source = _field(element, fields.source, absent=None)
+    if text is None:
+        raise BadRecord("null_text")
+    if not isinstance(text, str | bytes | bytearray | LongString):
         raise BadRecord("not_a_string")
-    if not text or text.isspace():
+    return _source_name(source), _pieces(text)
+
+
+def _field(element: Any, path: str, **default: Any) -> Any:
+    if not isinstance(element, dict):
+        raise BadRecord("not_an_object")
+    if path in element:
+        return element[path]
+    first, _, rest = path.partition(".")
+    if rest and isinstance(element.get(first), dict):
+        return _field(element[first], rest, **default)
+    if default:
+        return default["absent"]
+    raise BadRecord("missing_column")
+
+
+def _source_name(value: Any) -> str | None:
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    if isinstance(value, str):
+        return _SURROGATES.sub("\ufffd", value).strip() or None
+    return str(value) if isinstance(value, int | float) else None
+
+
+def _pieces(text: str | bytes | bytearray | LongString) -> Iterator[Piece]:
+    if isinstance(text, str):
+        parts = iter((text,))
+    elif isinstance(text, LongString):
+        parts = text.pieces()
+    else:
+        parts = _decoded(text)
+    empty = True
+    for part in parts:
+        empty = empty and (not part or part.isspace())
+        try:
+            yield Piece(part, part.encode(), False)
+        except UnicodeEncodeError:
+            mended = _SURROGATES.sub("\ufffd", part)
+            yield Piece(mended, mended.encode(), True)
+    if empty:
         raise BadRecord("empty_text")
-    try:
-        return Document(text, text.encode(), None)
-    except UnicodeEncodeError:
-        mended = _SURROGATES.sub("\ufffd", text)
-        return Document(mended, mended.encode(), "lone_surrogate")
 
 
-class Missing(NamedTuple):
-    """In place of a text: an array's element that has none, and why."""
-
-    reason: str
+def _decoded(raw: bytes | bytearray) -> Iterator[str]:
+    start = 0
+    while start < len(raw):
+        end = start + _PIECE
+        end = len(raw) if end >= len(raw) else character_start(raw, end)
+        try:
+            yield raw[start:end].decode()
+        except UnicodeDecodeError:
+            raise BadRecord("invalid_utf8") from None
+        start = end
 
 
 def _watched(stream: ByteStream, on_position: Callable[[int], None]) -> Iterator[bytes]:
@@ -103,45 +178,64 @@ def _watched(stream: ByteStream, on_position: Callable[[int], None]) -> Iterator
         yield chunk
 
 
-def _jsonl_records(chunks: Iterator[bytes], array_hint: bool = False) -> Iterator[Record]:
+def _joined(chunks: Iterator[bytes]) -> bytearray | None:
+    """All bytes; None when they are too many."""
+    whole = bytearray()  # grows in place, where joining would hold everything twice
+    for chunk in chunks:
+        if len(whole) > LARGEST:
+            whole.clear()
+            for _ in chunks:  # to its end all the same: it may be truncated
+                pass
+            return None
+        whole += chunk
+    return whole
+
+
+def _line_records(chunks: Iterator[bytes], array_hint: bool = False) -> Iterator[Record]:
     for number, line in enumerate(_lines(chunks), start=1):
+        if line is None:
+            yield Record(number, "value", Missing("too_long"))
+            continue
         if number == 1:
             line = _without_bom(line)
-            if array_hint and line.lstrip().startswith(b"["):
+            if array_hint and line[:64].lstrip().startswith(b"["):
                 raise BadFile(
                     "is a JSON array, not one object a line: its name should end in .json"
                 )
-        if line.strip():
+        if line and not line.isspace():
             yield Record(number, "json", line)
 
 
-def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Records ended by LF alone; the parts of a long one are joined once."""
-    parts: list[bytes] = []
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes | bytearray | None]:
+    """What LF alone ends; None for a line that is too long."""
+    held: bytearray | None = bytearray()  # of a line that goes on in the next chunk
     for chunk in chunks:
         first, *rest = chunk.split(b"\n")
-        parts.append(first)
+        if held is not None:
+            held += first
+            if len(held) > LARGEST:
+                held = None
         if rest:
-            yield b"".join(parts)
+            yield held
             yield from rest[:-1]
-            parts = [rest[-1]]
-    if last := b"".join(parts):
-        yield last
+            held = bytearray(rest[-1])
+    if held is None or held:
+        yield held
 
 
-def _json_records(chunks: Iterator[bytes], column: str) -> Iterator[Record]:
+def _json_records(chunks: Iterator[bytes]) -> Iterator[Record]:
     """An array's elements, or, since many .json files are really lines, one object a line."""
     head = b""
     for chunk in chunks:
-        head += chunk
-        if _without_bom(head).strip():
+        head = _without_bom(head + chunk)
+        if head.strip():
             break
-    everything = _resumed(_without_bom(head), chunks)
-    if _without_bom(head).lstrip().startswith(b"["):
-        for line, element in _array_elements(everything):
-            yield Record(line, "value", _safe_column(element, column))
+    everything = _resumed(head, chunks)
+    if head.lstrip().startswith(b"["):
+        for line, element in array_elements(everything):
+            yield Record(line, "json", element)
     else:
-        yield from _jsonl_records(everything)
+        yield from _line_records(everything)
 
 
 def _resumed(head: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
@@ -150,164 +244,5 @@ def _resumed(head: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield from rest
 
 
-def _array_elements(chunks: Iterator[bytes]) -> Iterator[tuple[int, Any]]:
-    """(line, element) of a JSON array, one at a time; BadFile where its syntax breaks."""
-    source = _ArrayText(chunks)
-    source.expect("[")
-    if source.peek() == "]":
-        source.expect("]")
-    else:
-        while True:
-            source.peek()
-            line = source.line
-            yield line, source.element()
-            if source.peek() == "]":
-                source.expect("]")
-                break
-            source.expect(",")
-    if source.peek():
-        raise BadFile(f"has text after its JSON array, at line {source.line}")
-
-
-class _ArrayText:
-    """A window of decoded JSON text that grows until one element fits."""
-
-    def __init__(self, chunks: Iterator[bytes]):
-        self._chunks = chunks
-        self._utf8 = codecs.getincrementaldecoder("utf-8")()
-        self._text = ""
-        self._at = 0
-        self.line = 1
-
-    def peek(self) -> str:
-        """The next character that is no whitespace; '' at the end."""
-        while True:
-            start = self._at
-            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
-                self._at += 1
-            self.line += self._text.count("\n", start, self._at)
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._grow(1):
-                return ""
-
-    def expect(self, character: str) -> None:
-        found = self.peek()
-        if found != character:
-            what = f"{found!r}" if found else "the end of the file"
-            raise BadFile(f"is no JSON array: {what} instead of {character!r} at line {self.line}")
-        self._at += 1
-
-    def element(self) -> Any:
-        while True:
-            try:
-                value, end = _JSON.raw_decode(self._text, self._at)
-            except (json.JSONDecodeError, RecursionError) as error:
-                # Where it is only cut off: read on, doubling, so that the cost stays linear.
-                if self._is_cut_off(error) and self._grow(len(self._text) - self._at):
-                    continue
-                raise BadFile(
-                    f"is no intact JSON array, from line {self.line} on: {error}"
-                ) from None
-            if end == len(self._text) and self._grow(1):
-                continue  # a number may go on in the next chunk
-            self.line += self._text.count("\n", self._at, end)
-            self._at = end
-            return value
-
-    def _is_cut_off(self, error: Exception) -> bool:
-        return isinstance(error, json.JSONDecodeError) and (
-            error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _CUT_OFF
-        )
-
-    def _grow(self, least: int) -> bool:
-        """Decode at least so many characters more, if there are any; drop what was consumed."""
-        parts = [self._text[self._at :]]
-        added = 0
-        while added < least:
-            chunk = next(self._chunks, None)
-            try:
-                part = self._utf8.decode(chunk or b"", final=chunk is None)
-            except UnicodeDecodeError:
-                raise BadFile(f"is not valid UTF-8, after line {self.line}") from None
-            parts.append(part)
-            added += len(part)
-            if chunk is None:
-                break
-        self._text = "".join(parts)
-        self._at = 0
-        return added > 0
-
-
-def _parquet_rows(path: Path, column: str, on_position: Callable[[int], None]) -> Iterator[Record]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with path.open("rb") as raw:
-            refuse_other_content(raw.read(64), allowed=".parquet")
-        with pyarrow.parquet.ParquetFile(path) as table:
-            kind = _parquet_column(table.schema_arrow, column)
-            row, total, size = 0, table.metadata.num_rows, path.stat().st_size
-            for batch in table.iter_batches(_PARQUET_ROWS, columns=[column]):
-                # As bytes: a value that is not UTF-8 then costs itself alone.
-                for value in batch.column(0).cast(kind).cast(pyarrow.large_binary()).to_pylist():
-                    row += 1
-                    yield Record(row, "value", value)
-                on_position(size * row // max(1, total))
-    except OSError as error:
-        raise BadFile(f"cannot be read: {error.strerror or error}") from None
-    except pyarrow.ArrowException as error:
-        raise BadFile(f"is not intact Parquet data: {str(error).splitlines()[0]}") from None
-
-
-def _parquet_column(schema: Any, column: str) -> Any:
-    """The large string or binary type to read a column as; BadFile when it holds no text."""
-    import pyarrow
-
-    if column not in schema.names:
-        raise BadFile(f"has no column {column!r}; its columns are {', '.join(schema.names)}")
-    kind = schema.field(column).type
-    if pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    strings = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
-    binaries = (pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view())
-    if kind in strings:
-        return pyarrow.large_string()
-    if kind in binaries:
-        return pyarrow.large_binary()
-    raise BadFile(f"has {kind} values in column {column!r}, not text")
-
-
-def _parse_json(line: bytes) -> Any:
-    text = _decode(line)
-    try:
-        return _JSON.decode(text)
-    except (json.JSONDecodeError, RecursionError):
-        raise BadRecord("invalid_json") from None
-
-
-def _column_of(element: Any, column: str) -> Any:
-    if not isinstance(element, dict):
-        raise BadRecord("not_an_object")
-    if column not in element:
-        raise BadRecord("missing_column")
-    return element[column]
-
-
-def _safe_column(element: Any, column: str) -> Any:
-    try:
-        return _column_of(element, column)
-    except BadRecord as bad:
-        return Missing(str(bad))
-
-
-def _decode(raw: bytes) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        raise BadRecord("invalid_utf8") from None
-
-
-def _without_bom(raw: bytes) -> bytes:
-    return raw.removeprefix(_BOM)
+def _without_bom(raw: bytes | bytearray) -> bytes | bytearray:
+    return raw[len(_BOM) :] if raw.startswith(_BOM) else raw

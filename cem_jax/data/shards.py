@@ -1,21 +1,15 @@
-"""Writing a dataset directory: token shards, and the rename that makes it appear whole."""
+"""Writing token shards, so that a writer that was killed can be continued."""
 
-import contextlib
-import fcntl
 import hashlib
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
 
-from cem_jax.errors import UserError
-
 SHARD_TOKENS = 1 << 27
-_LOCK = ".lock"
+_HEADER_BYTES = 128
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -29,23 +23,44 @@ def sha256_of(path: Path) -> str:
         return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class ShardWriter:
-    """Appends token ids to `<root>/<split>/tokens-00000.npy`, …, each of at most `shard_tokens`."""
+class ShardState(NamedTuple):
+    """What is safely on disk of a stream."""
 
-    def __init__(self, root: Path, split: str, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS):
-        self._root, self._split, self._dtype = root, split, dtype
+    shards: list[dict[str, Any]]  # finished: {file, tokens, checksum}
+    written: int  # tokens of the one that is open
+
+
+NOTHING = ShardState([], 0)
+
+
+class ShardWriter:
+    """Appends token ids to `<root>/<stem>-00000.npy`, …, each of at most `shard_tokens`.
+
+    `state`, of an earlier writer, continues that one: what the file holds beyond is cut off.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        stem: str,
+        dtype: np.dtype,
+        shard_tokens: int = SHARD_TOKENS,
+        state: ShardState = NOTHING,
+    ):
+        self._root, self._stem, self._dtype = root, stem, dtype
         self._shard_tokens = shard_tokens
         self._file: BinaryIO | None = None
-        self._path = root
+        self._shards = list(state.shards)
         self._written = 0
-        self._shards: list[dict] = []
+        if state.written:
+            self._open(state.written)
 
     def append(self, ids: Integer[np.ndarray, " tokens"]) -> None:
         """Write ids; a document may go on in the next shard."""
         ids = ids.astype(self._dtype, copy=False)
         while ids.size:
             if self._file is None:
-                self._open()
+                self._open(0)
             part = ids[: self._shard_tokens - self._written]
             self._file.write(part.data)
             self._written += part.size
@@ -53,7 +68,14 @@ class ShardWriter:
             if self._written == self._shard_tokens:
                 self._close_shard()
 
-    def close(self) -> list[dict]:
+    def sync(self) -> ShardState:
+        """Bring everything to the disk; what to continue from."""
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return ShardState(list(self._shards), self._written if self._file is not None else 0)
+
+    def close(self) -> list[dict[str, Any]]:
         """Finish the last shard; the list of {file, tokens, checksum}."""
         if self._file is not None:
             self._close_shard()
@@ -65,13 +87,22 @@ class ShardWriter:
             self._file.close()
             self._file = None
 
-    def _open(self) -> None:
-        name = f"{self._split}/tokens-{len(self._shards):05d}.npy"
-        self._path = self._root / name
+    @property
+    def _path(self) -> Path:
+        return self._root / f"{self._stem}-{len(self._shards):05d}.npy"
+
+    def _open(self, written: int) -> None:
+        """Raises OSError when the file holds less than was written."""
         self._path.parent.mkdir(exist_ok=True)
-        self._file = self._path.open("w+b")
-        self._written = 0
+        self._file = self._path.open("r+b" if written else "w+b")
+        self._written = written
         self._header()
+        if written:
+            end = _HEADER_BYTES + written * self._dtype.itemsize
+            if self._file.seek(0, os.SEEK_END) < end:
+                raise OSError(f"{self._path} is shorter than it was")
+            self._file.truncate(end)
+            self._file.seek(end)
 
     def _header(self) -> None:
         """NumPy pads headers so that any count fits the same bytes: written again at the end."""
@@ -94,51 +125,3 @@ class ShardWriter:
                 "checksum": sha256_of(self._path),
             }
         )
-
-
-@contextlib.contextmanager
-def new_directory(output: Path) -> Iterator[Path]:
-    """A directory to fill that is renamed to `output` at the end, or removed after an exception.
-
-    It is called `<output>.partial`; what a killed run left there is cleared first. Raises
-    UserError when `output` exists and is not empty, when another process is writing it, or
-    when it cannot be written.
-    """
-    require_free(output)
-    partial = output.with_name(output.name + ".partial")
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = (partial / _LOCK).open("w")
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another process is writing {output}") from None
-        try:
-            _clear(partial)
-            yield partial
-            (partial / _LOCK).unlink()
-            partial.rename(output)
-        except BaseException as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if isinstance(error, OSError) and error.errno is not None:
-                raise UserError(f"--output {output}: {error.strerror}") from error
-            raise
-
-
-def require_free(output: Path) -> None:
-    """Raise UserError unless `output` is absent or an empty directory."""
-    if output.is_dir() and any(output.iterdir()):
-        raise UserError(f"--output {output} exists and is not empty: name a new directory")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file: name a directory")
-
-
-def _clear(partial: Path) -> None:
-    for left in partial.iterdir():
-        if left.is_dir():
-            shutil.rmtree(left)
-        elif left.name != _LOCK:
-            left.unlink()

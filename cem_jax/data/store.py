@@ -3,32 +3,31 @@
     dataset.json                 what it is: tokenizer, splits, counts, checksums
     tokenizer.model              the SentencePiece model the tokens were made with
     <split>/tokens-00000.npy …   one flat stream of uint16 or uint32 ids, cut anywhere
+    <split>/tokens-NAME-00000.npy …   the same, where sources have names: a stream for each
 
-Windows: with J targets each, window w is the J+1 tokens [wJ, wJ+J] of a split's stream, so every
-token but the stream's first is a target once.
+A split is the streams of its sources, one after another. Windows: with J targets each, window w is
+the J+1 tokens [wJ, wJ+J] of a stream, so every token but the stream's first is a target once.
 """
 
 import bisect
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from cem_jax.data.shards import sha256_of, token_dtype
+from cem_jax.data.shards import token_dtype
 from cem_jax.data.tokenizer import SEPARATORS, Tokenizer
 from cem_jax.errors import UserError
 
 FORMAT = 1
 DESCRIPTION = "dataset.json"
 MODEL = "tokenizer.model"
-_SCAN_LIMIT = 1 << 28  # tokens of a split read at start-up in search of ids that do not fit
-_SCAN_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,26 @@ class Shard:
     file: str  # relative to the dataset's directory
     tokens: int
     checksum: str  # sha256 of the whole file
+    source: str = ""  # "": sources have no names
 
 
 @dataclass(frozen=True)
-class Split:
+class Counts:
     tokens: int  # separators included
     documents: int
     bytes: int  # UTF-8 bytes of the documents, separators not counted
+
+
+@dataclass(frozen=True)
+class Split(Counts):
     shards: tuple[Shard, ...]
+    sources: dict[str, Counts]  # by name; {} where sources have no names
+
+    def only(self, source: str) -> "Split":
+        """The part of it that one source is."""
+        shards = tuple(shard for shard in self.shards if shard.source == source)
+        counts = self.sources[source]
+        return Split(counts.tokens, counts.documents, counts.bytes, shards, {})
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,26 @@ class Dataset:
     splits: dict[str, Split]
     fingerprint: str  # of the contents: equal for equal tokens, wherever the directory lies
     dropped: dict[str, int]
+    source: str = ""  # the one source that this is, of several in the directory
+
+    @property
+    def name(self) -> str:
+        """The directory, and #source where this is but one."""
+        return f"{self.path}#{self.source}" if self.source else str(self.path)
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Named sources of any split."""
+        return tuple(sorted({name for split in self.splits.values() for name in split.sources}))
+
+    def only(self, source: str) -> "Dataset":
+        """One named source of it; UserError naming those there are."""
+        if source not in self.source_names:
+            there = ", ".join(self.source_names) or "none (`cem prepare --source-field` makes them)"
+            raise UserError(f"{self.path} has no source {source!r}; it has {there}")
+        splits = {name: s.only(source) for name, s in self.splits.items() if source in s.sources}
+        fingerprint = f"{self.fingerprint}#{source}"
+        return replace(self, splits=splits, fingerprint=fingerprint, source=source)
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer stored with the tokens; UserError when it is not the one they need."""
@@ -76,7 +107,7 @@ class Dataset:
         """One split by name; UserError naming those there are."""
         if name not in self.splits:
             raise UserError(
-                f"{self.path} has no split {name!r}; it has {', '.join(self.splits)} "
+                f"{self.name} has no split {name!r}; it has {', '.join(self.splits)} "
                 "(`cem prepare` makes one of a folder of that name, or by --validation-fraction)"
             )
         return self.splits[name]
@@ -138,7 +169,7 @@ def open_dataset(path: str | os.PathLike[str]) -> Dataset:
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"dataset {path} does not exist: make one with `cem prepare`")
-    description = _read_description(path)
+    description = read_description(path)
     try:
         dataset = _from_description(path, description)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -159,52 +190,8 @@ def open_dataset(path: str | os.PathLike[str]) -> Dataset:
     return dataset
 
 
-def check_dataset(path: str | os.PathLike[str]) -> dict:
-    """`cem prepare --check`: read everything again and compare; the description if all agrees.
-
-    Raises UserError naming every file whose checksum, ids or separators do not fit.
-    """
-    dataset = open_dataset(path)
-    separators = dataset.load_tokenizer().separator_ids(dataset.separator)
-    problems = []
-    for name, split in dataset.splits.items():
-        for shard in split.shards:
-            if sha256_of(dataset.path / shard.file) != shard.checksum:
-                problems.append(f"{dataset.path / shard.file} has changed since it was written")
-        problems += _content_problems(dataset, name, split, *separators)
-    if problems:
-        raise UserError(*problems)
-    return _read_description(dataset.path)
-
-
-def check_token_ids(dataset: Dataset, vocab_size: int) -> None:
-    """Raise UserError unless every token id, and the tokenizer, fits `vocab_size` pieces.
-
-    Reads the first 2²⁸ tokens of every split (under a second); loaders check what they read
-    against the tokenizer's size, so a damaged shard beyond that is found too.
-    """
-    problems = []
-    if dataset.vocab_size > vocab_size:
-        problems.append(
-            f"{dataset.path}: the tokenizer has {dataset.vocab_size} pieces, more than "
-            f"model.vocab_size = {vocab_size}"
-        )
-    for name in dataset.splits:
-        stream = TokenStream(dataset, name)
-        limit = min(vocab_size, dataset.vocab_size)
-        for start, ids in _blocks(stream, min(len(stream), _SCAN_LIMIT)):
-            if ids.max() >= limit:
-                index = start + int(np.argmax(ids >= limit))
-                problems.append(
-                    f"{stream.locate(index)} (document {_document_of(dataset, stream, index)}): "
-                    f"id {int(stream.read(index, 1)[0])} does not fit a vocabulary of {limit}"
-                )
-                break
-    if problems:
-        raise UserError(*problems)
-
-
-def _read_description(path: Path) -> dict:
+def read_description(path: Path) -> dict[str, Any]:
+    """The content of dataset.json; UserError where there is none to read."""
     try:
         return json.loads((path / DESCRIPTION).read_text())
     except FileNotFoundError:
@@ -212,6 +199,19 @@ def _read_description(path: Path) -> dict:
         raise UserError(f"{path} has no {DESCRIPTION}: {hint}; run `cem prepare`") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path / DESCRIPTION} cannot be read: {error}") from None
+
+
+def description_bytes(description: dict[str, Any]) -> bytes:
+    """dataset.json, with a checksum of itself."""
+    whole = description | {"checksum": description_checksum(description)}
+    return (json.dumps(whole, indent=1) + "\n").encode()
+
+
+def description_checksum(description: dict[str, Any]) -> str:
+    """Of all of a description but its own checksum."""
+    rest = {key: value for key, value in description.items() if key != "checksum"}
+    digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
+    return f"sha256:{digest.hexdigest()}"
 
 
 def _from_description(path: Path, description: dict) -> Dataset:
@@ -222,10 +222,7 @@ def _from_description(path: Path, description: dict) -> Dataset:
         raise ValueError(f"separator {tokenizer['separator']!r}")
     splits = {}
     for name, entry in description["splits"].items():
-        shards = tuple(Shard(s["file"], s["tokens"], s["checksum"]) for s in entry["shards"])
-        if not shards or sum(shard.tokens for shard in shards) != entry["tokens"]:
-            raise ValueError(f"the shards of {name} do not add up to its tokens")
-        splits[name] = Split(entry["tokens"], entry["documents"], entry["bytes"], shards)
+        splits[name] = _split_from(name, entry)
     contents = [tokenizer, {name: [s.checksum for s in splits[name].shards] for name in splits}]
     digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
     return Dataset(
@@ -237,6 +234,22 @@ def _from_description(path: Path, description: dict) -> Dataset:
         fingerprint=f"sha256:{digest}",
         dropped=dict(description["dropped"]),
     )
+
+
+def _split_from(name: str, entry: dict[str, Any]) -> Split:
+    shards = tuple(
+        Shard(s["file"], s["tokens"], s["checksum"], s.get("source", "")) for s in entry["shards"]
+    )
+    counts = lambda of: (of["tokens"], of["documents"], of["bytes"])
+    named = any(shard.source for shard in shards)
+    sources = {source: Counts(*counts(of)) for source, of in entry["sources"].items() if named}
+    parts = sources or {"": Counts(*counts(entry))}
+    for source, part in parts.items():
+        if sum(shard.tokens for shard in shards if shard.source == source) != part.tokens:
+            raise ValueError(f"the shards of {name} do not add up to its tokens")
+    if not shards or sum(part.tokens for part in parts.values()) != entry["tokens"]:
+        raise ValueError(f"the shards of {name} do not add up to its tokens")
+    return Split(*counts(entry), shards, sources)
 
 
 def _shard_problem(file: Path, tokens: int, dtype: np.dtype) -> str | None:
@@ -251,38 +264,3 @@ def _shard_problem(file: Path, tokens: int, dtype: np.dtype) -> str | None:
     if array.shape != (tokens,):
         return f"{file} holds {array.shape} values instead of {tokens:,} tokens"
     return None
-
-
-def _content_problems(
-    dataset: Dataset, name: str, split: Split, before: list[int], after: list[int]
-) -> Iterator[str]:
-    stream = TokenStream(dataset, name)
-    counts = dict.fromkeys(before + after, 0)
-    for start, ids in _blocks(stream, len(stream)):
-        for piece in counts:
-            counts[piece] += int(np.count_nonzero(ids == piece))
-        if ids.max() >= dataset.vocab_size:
-            index = start + int(np.argmax(ids >= dataset.vocab_size))
-            yield f"{stream.locate(index)}: an id outside the tokenizer's {dataset.vocab_size}"
-            return
-    for piece, count in counts.items():
-        if count != split.documents:
-            yield (
-                f"{dataset.path}, {name}: {count:,} separators (id {piece}) for "
-                f"{split.documents:,} documents"
-            )
-
-
-def _blocks(stream: TokenStream, tokens: int) -> Iterator[tuple[int, np.ndarray]]:
-    for start in range(0, tokens, _SCAN_BLOCK):
-        yield start, stream.read(start, min(_SCAN_BLOCK, tokens - start))
-
-
-def _document_of(dataset: Dataset, stream: TokenStream, index: int) -> int:
-    """1-based number of the document that a token lies in."""
-    before, after = dataset.load_tokenizer().separator_ids(dataset.separator)
-    if before:
-        counted, first, piece = index + 1, 0, before[0]
-    else:
-        counted, first, piece = index, 1, after[0]
-    return first + sum(int(np.count_nonzero(ids == piece)) for _, ids in _blocks(stream, counted))

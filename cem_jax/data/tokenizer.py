@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import os
+import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +21,10 @@ from cem_jax.errors import UserError
 SEPARATORS = ("bos", "eos", "both")
 _SPACE_MARK = "\u2581"  # SentencePiece writes a space so; a literal one would come back as a space
 _LFS_POINTER = b"version https://git-lfs"
+_CUT_AFTER = 1500  # characters: SentencePiece slows down as texts grow
+_LONGEST = 1 << 20  # characters encoded at once: it needs some 50 bytes for each
+_BEFORE_WORD = re.compile(r"(?<=\S) (?=\w)")
+_PROBE = "Some words, 12 of them, (x = 3); and\n  a line: été 汉字 end"
 
 
 class Tokenizer:
@@ -85,6 +91,29 @@ class Tokenizer:
                     ids[i] = self._encode_around_marks(text)
         return ids
 
+    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
+        """A text, given in pieces, in parts whose ids make up the ids of the whole.
+
+        They end before a space where no token can span it, so that long texts take neither
+        more time nor more memory than short ones. The exception is a text of more than a million
+        characters without such a space (or a tokenizer without): it is cut all the same.
+        """
+        keep_space, cut_after = self._cuts
+        held = ""
+        for piece in pieces:
+            held += piece
+            start = 0
+            while len(held) - start > cut_after:
+                found = _BEFORE_WORD.search(held, start + cut_after, start + _LONGEST)
+                if found is None and len(held) - start < _LONGEST:
+                    break
+                end = found.start() if found else start + _LONGEST
+                yield held[start:end]
+                start = end + (found is not None and not keep_space)
+            held = held[start:]
+        if held:
+            yield held
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; control tokens give nothing, broken UTF-8 gives U+FFFD.
 
@@ -124,6 +153,26 @@ class Tokenizer:
         has_prefix = bool(first) and self._processor.id_to_piece(first[0]).startswith(_SPACE_MARK)
         exact = not has_prefix and all(self._processor.is_byte(i) for i in ids)
         return ids if exact else []
+
+    @functools.cached_property
+    def _cuts(self) -> tuple[bool, int]:
+        """Whether the part behind a cut keeps its space, and the characters between cuts."""
+        ids = range(self._processor.vocab_size())
+        pieces = map(self._processor.id_to_piece, ids)
+        spanning = any(re.search(f"[^ {_SPACE_MARK}][ {_SPACE_MARK}]", piece) for piece in pieces)
+        places = [found.start() for found in _BEFORE_WORD.finditer(_PROBE)]
+        whole = self.encode_batch([_PROBE])[0]
+        for keep in (True, False):
+            halves = [(_PROBE[:i], _PROBE[i + (not keep) :]) for i in places]
+            encoded = [self.encode_batch(pair) for pair in halves]
+            exact = all(first + second == whole for first, second in encoded)
+            if exact and not spanning:
+                # BPE ranks its merges, which are local. Unigram sums up scores, and a sum's
+                # rounding depends on where it began.
+                scores = map(self._processor.get_score, ids)
+                ranks = all(score == int(score) for score in scores)
+                return keep, _CUT_AFTER if ranks else _LONGEST // 2
+        return True, _LONGEST
 
     def _encode_around_marks(self, text: str) -> list[int]:
         parts = self._processor.encode(text.split(_SPACE_MARK), out_type=int)

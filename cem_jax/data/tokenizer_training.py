@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
 
+from cem_jax.data.compression import BadFile
 from cem_jax.data.files import SourceFile
-from cem_jax.data.readers import BadFile, BadRecord, document_text, read_records
+from cem_jax.data.json_text import BadRecord
+from cem_jax.data.readers import Fields, read_document, read_records
 from cem_jax.errors import UserError
 
 SAMPLE_BYTES = 32 << 20  # text that the trainer sees; BPE needs about 20 times that in memory
@@ -84,16 +86,21 @@ def sample_documents(files: Sequence[SourceFile], *, column: str, sample_bytes: 
 
 
 def _head(file: SourceFile, column: str, share: int) -> Iterator[str]:
-    for record in read_records(file.path, column):
+    fields = Fields(column)
+    for record in read_records(file.path, fields):
+        kept, size = [], 0
         try:
-            text, encoded, _ = document_text(record, column)
+            for piece in read_document(record, fields)[1]:
+                enough = piece.utf8[: share - size]
+                kept.append(enough.decode(errors="ignore"))
+                size += len(enough)
+                if size == share:
+                    break
         except BadRecord:
             continue
-        if len(encoded) > share:
-            text = encoded[:share].decode(errors="ignore")
-        if text:
+        if text := "".join(kept):
             yield text
-        share -= len(encoded)
+        share -= size
         if share <= 0:
             return
 

@@ -19,7 +19,9 @@ def splits(*inputs) -> dict[str, str | None]:
 def test_formats():
     assert file_format(Path("a.b.jsonl.zst")) == ".jsonl.zst"
     assert file_format(Path("A.JSON.GZ")) == ".json.gz"
-    assert file_format(Path("a.parquet.gz")) is None
+    assert file_format(Path("a.parquet.xz")) == ".parquet.xz"
+    assert file_format(Path("a.txt.bz2")) == ".txt.bz2"
+    assert file_format(Path("a.zst")) is None
     assert file_format(Path("a.py")) is None
 
 

@@ -259,7 +259,7 @@ def test_command_and_check(tmp_path, texts, model_file, capsys):
     write_jsonl(tmp_path / "a.jsonl", texts)
     arguments = {
         "input": [str(tmp_path / "a.jsonl")], "tokenizer": str(model_file), "check": None,
-        "output": str(tmp_path / "out"), "text_column": "text", "separator": "both", "workers": 2,
+        "output": str(tmp_path / "out"), "text_column": "text", "source_field": None, "separator": "both", "workers": 2,
         "skip_bad_files": False, "validation_fraction": None, "json": True,
     }  # fmt: skip
     made = prepare_module.run(argparse.Namespace(**arguments))

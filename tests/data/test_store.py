@@ -5,13 +5,8 @@ import numpy as np
 import pytest
 from corpora import all_tokens
 
-from cem_jax.data.store import (
-    TokenStream,
-    check_dataset,
-    check_token_ids,
-    num_windows,
-    open_dataset,
-)
+from cem_jax.data.checks import check_dataset, check_token_ids
+from cem_jax.data.store import TokenStream, num_windows, open_dataset
 from cem_jax.errors import UserError
 
 
