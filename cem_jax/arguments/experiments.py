@@ -39,6 +39,21 @@ def add(commands: Any) -> None:
 
     _add_synthetic(commands)
 
+    report = commands.add_parser(
+        "report",
+        help="draw figures from the runs that are there: PNG, CSV and one HTML page",
+        epilog="Fields that the sweep set for all runs are to be given again: --config.FIELD=VALUE",
+    )
+    report.add_argument(
+        "--workdir",
+        type=text,
+        required=True,
+        metavar="DIR",
+        help="a sweep's directory, or one of the files that `cem sweep --results` kept",
+    )
+    report.add_argument("--output", type=text, metavar="DIR", help="default: WORKDIR/report")
+    _add_figures(report, required=False)
+
 
 def _add_figures(command: argparse.ArgumentParser, required: bool) -> None:
     command.add_argument(
@@ -72,7 +87,7 @@ def _add_synthetic(commands: Any) -> None:
         "--seeds", type=value(COUNT), default=3, metavar="N", help="functions of each kernel (3)"
     )
     synthetic.add_argument(
-        "--steps", type=value(COUNT), default=8000, metavar="N", help="of training (8000)"
+        "--steps", type=value(COUNT), default=10_000, metavar="N", help="of training (10000)"
     )
     synthetic.add_argument(
         "--points", type=value(COUNT), default=20_000, metavar="N", help="to train on (20000)"

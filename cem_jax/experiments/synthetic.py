@@ -99,12 +99,12 @@ def _finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """What an earlier run left at `path`; UserError if that is something else."""
     try:
         content = json.loads(path.read_text())
-        before = content["settings"]
-    except FileNotFoundError:
+        before, _ = dict(content["settings"]), content["models"]
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path}: not a kernel's results ({error}); use another --workdir"
+            f"{path}: not a kernel's results ({error}); remove it, or use another --workdir"
         ) from None
     if before == settings:
         return content

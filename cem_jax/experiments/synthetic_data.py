@@ -22,7 +22,7 @@ from jaxtyping import Float
 
 INPUTS = 10
 LENGTH_SCALE = 3.0  # ℓ, for all kernels; the inputs are uniform on [−1, 1]^10
-PERIOD = 4.0  # of the periodic kernel: the inputs span half of one
+PERIOD = 5.0  # of the periodic kernel: the inputs span two fifths of it
 _FEATURES = 4096
 _ROWS = 2048  # points at a time
 

@@ -16,7 +16,7 @@ from cem_jax.experiments.synthetic_data import Data
 from cem_jax.experiments.synthetic_models import Model, apply, initialise
 
 BATCH = 100
-PEAK = 0.003  # learning rate, reached after a twentieth of the steps, then a cosine to 0
+PEAK = 0.005  # learning rate, reached after a twentieth of the steps, then a cosine to 0
 _CHUNK = 500  # steps between two looks at the clock
 _ROWS = 1000  # points predicted at a time
 

@@ -1,0 +1,104 @@
+"""`cem synthetic`: its table, its files, and what happens when it is broken off."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+
+from cem_jax import cli
+from cem_jax.errors import UserError
+from cem_jax.experiments import synthetic
+from cem_jax.experiments.synthetic_models import MODELS
+from cem_jax.experiments.synthetic_training import Fit
+
+SETTINGS = synthetic.Settings(seeds=2, steps=4, points=20, test_points=10)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Training in no time; the kernels that were asked for."""
+    asked = []
+
+    def fit(model, data, seeds, steps, report):
+        asked.append(model.title)
+        report(steps)
+        return Fit(np.full(seeds, 0.1 / model.steps), np.arange(1.0, 1.0 + seeds))
+
+    monkeypatch.setattr(synthetic, "fit", fit)
+    return asked
+
+
+def test_dry_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["synthetic", "--dry-run", "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert list(out) == ["models"] and list(out["models"]) == list(MODELS)
+    assert out["models"]["cem_t8"] == {"parameters": 22_657, "flops": 37_196_800}
+    assert cli.main(["synthetic", "--dry-run"]) == 0
+    assert "22,657" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_small_run(capsys, tmp_path, quick):
+    flags = ["--kernels", "rbf", "matern", "--seeds", "2", "--steps", "3", "--points", "20"]
+    assert cli.main(["synthetic", *flags, "--workdir", str(tmp_path / "new" / "run")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 1 + 2 * len(MODELS)
+    assert shown[3].split()[:4] == ["RBF", "CEM-T1", "22,657", "6.73M"]
+    assert "1.5000 ± 0.7071" in shown[3]
+    table = json.loads((tmp_path / "new" / "run" / "table.json").read_text())
+    assert set(table["kernels"]) == {"rbf", "matern"}
+    assert table["kernels"]["rbf"]["models"]["plain"]["test"] == [1.0, 2.0]
+    assert (tmp_path / "new" / "run" / "table.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_finished_kernels_are_kept(tmp_path, quick, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    synthetic.study(tmp_path, ["rbf"], SETTINGS, io.StringIO())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(synthetic, "fit", interrupted)
+        synthetic.study(tmp_path, ["rbf", "matern"], SETTINGS, io.StringIO())
+    assert [path.name for path in tmp_path.iterdir()] == ["rbf.json"]
+    quick.clear()
+    found = synthetic.study(tmp_path, ["rbf", "matern"], SETTINGS, io.StringIO())
+    assert list(found) == ["rbf", "matern"] and len(quick) == len(MODELS)
+
+
+def test_another_studys_results_are_refused(tmp_path, quick):
+    synthetic.study(tmp_path, ["rbf"], SETTINGS, io.StringIO())
+    with pytest.raises(UserError, match="steps 4 -> 5"):
+        synthetic.study(tmp_path, ["rbf"], SETTINGS._replace(steps=5), io.StringIO())
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "{}", '{"settings": 3}'])
+def test_damaged_results_are_named(tmp_path, quick, content):
+    (tmp_path / "rbf.json").write_text(content)
+    with pytest.raises(UserError, match=r"rbf\.json"):
+        synthetic.study(tmp_path, ["matern", "rbf"], SETTINGS, io.StringIO())
+    assert not quick
+
+
+@pytest.mark.parametrize(
+    "flags", [["--kernels", "cubic"], ["--seeds", "0"], ["--steps", "-1"], ["--points", "x"]]
+)
+def test_faulty_flags(capsys, flags):
+    assert cli.main(["synthetic", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"cem: error: argument {flags[0]}: ")
+
+
+def test_a_work_directory_that_cannot_be(capsys, tmp_path, quick):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["synthetic", "--workdir", str(tmp_path / "file")]) == 2
+    assert "--workdir" in capsys.readouterr().err
+
+
+def test_progress_says_how_long(quick, monkeypatch):
+    clock = iter(range(0, 10_000, 30))
+    monkeypatch.setattr(synthetic.time, "monotonic", lambda: float(next(clock)))
+    stream = io.StringIO()
+    report = synthetic._Progress(SETTINGS, 1, stream).of("rbf", "plain")
+    report(2)
+    assert "RBF  Plain  step 2/4" in stream.getvalue() and "ETA" in stream.getvalue()
