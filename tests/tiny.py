@@ -49,6 +49,7 @@ def tiny_dataset(folder: Path, *, documents: int = 120, seed: int = 0) -> Path:
         Namespace(
             tokenizer=str(model),
             output=str(folder / "dataset"),
+            source_field=None,
             separator="bos",
             workers=1,
             skip_bad_files=False,
