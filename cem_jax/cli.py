@@ -25,16 +25,19 @@ _RUNS = {
     "train": "cem_jax.train.loop",
     "eval": "cem_jax.evaluate",
     "generate": "cem_jax.generate",
+    "export": "cem_jax.export",
+    "import": "cem_jax.importer",
     "inspect": "cem_jax.summary",
     "compile": "cem_jax.compile",
     "verify": "cem_jax.verify",
     "tokenizer": "cem_jax.data.tokenizer",
     "prepare": "cem_jax.data.prepare",
     "sweep": "cem_jax.experiments.sweep",
+    "report": "cem_jax.experiments.report",
     "synthetic": "cem_jax.experiments.synthetic",
     "demo": "cem_jax.demo",
 }
-_WITH_CONFIG = ("train", "verify", "inspect", "compile", "sweep")
+_WITH_CONFIG = ("train", "verify", "inspect", "compile", "sweep", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """The row of a finished run: what it was, what it cost, what it reached. One small JSON file each.
 
-A sweep's directory holds it as <run>/row.json; `--results DIR` keeps a copy as DIR/<run>.json, and a
-run whose row is there is not run again. `cem report` reads both.
+A sweep's directory holds it as <run>/row.json; `--results DIR` keeps a copy as DIR/<run>.json, and
+a run whose row is there is not run again. `cem report` reads both.
 """
 
 import json
@@ -54,7 +54,7 @@ def measure(run: Run, workdir: Path, dataset: str) -> dict[str, Any]:
         "dataset": dataset,
         "device": f"{jax.device_count()} × {device.device_kind}, {os.cpu_count()} CPU cores",
         "versions": {name: version(name) for name in ("cem_jax", "jax")},
-        "config": config.to_dict(),
+        "config": _without_places(config.to_dict()),
     }
 
 
@@ -100,6 +100,13 @@ def write_json(path: Path, value: Any) -> None:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _without_places(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's dict without what is particular to a machine, so that it can be shared."""
+    values["data"] |= {"path": "", "mixture": []}
+    values["log"]["compile_cache"] = None
+    return values
 
 
 def _last_validation(lines: list[dict[str, Any]], step: int) -> dict[str, Any] | None:

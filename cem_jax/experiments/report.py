@@ -1,0 +1,153 @@
+"""`cem report`: figures from the runs that are there, as pictures, tables and one page.
+
+Reads a sweep's directory, or one of rows that `cem sweep --results` kept. Writes a PNG and a CSV for
+each figure, and index.html, which holds them all.
+"""
+
+import csv
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cem_jax.errors import UserError
+from cem_jax.experiments.energies import draw_energies, eigenvalue_table, energy_lines
+from cem_jax.experiments.figures import draw, draw_all_over_flops
+from cem_jax.experiments.grid import BASE, Sweep, read_sweep
+from cem_jax.experiments.page import Page, shown
+from cem_jax.experiments.results import COLUMNS, Point, best_rates, points_of
+from cem_jax.experiments.rows import read_rows
+
+PAPER = BASE.parent / "paper"
+
+
+def run(args: Namespace) -> dict[str, Any]:
+    """{runs: the lines of all tables, best_rates, missing, files}. Missing runs are no error.
+
+    Raises UserError for a directory that holds neither rows nor energies, and for a figure's file
+    with a mistake in it.
+    """
+    workdir = Path(args.workdir)
+    if not workdir.is_dir():
+        raise UserError(f"--workdir {workdir}: no such directory; `cem sweep` makes one")
+    rows, energies = read_rows(workdir), energy_lines(workdir)
+    if not rows and not energies:
+        raise UserError(f"--workdir {workdir}: no finished run in it, and no energies to draw")
+    report = _Report(workdir, Path(args.output) if args.output else workdir / "report")
+    report.datasets(rows.values())
+    for sweep in _sweeps(args, {row["size"] for row in rows.values()}):
+        report.figure(sweep, points_of(sweep, rows.values(), args.overrides))
+    report.overview()
+    for name, lines in energies.items():
+        report.energies(name, lines)
+    return report.finish(sys.stderr if args.json else sys.stdout)
+
+
+def _sweeps(args: Namespace, sizes: set[str]) -> list[Sweep]:
+    """Those of --config; otherwise all of configs/paper, in miniature if there are such rows."""
+    if args.config:
+        return [read_sweep(path, args.size) for path in args.config]
+    files = [*sorted(PAPER.glob("fig*.py")), *sorted(PAPER.glob("ours_*.py"))]
+    found = (["mini"] if "mini" in sizes else []) + (["paper"] if sizes - {"mini"} else [])
+    wanted = [args.size] if args.size else found
+    return [read_sweep(str(file), size) for size in wanted for file in files]
+
+
+class _Report:
+    """What is written, section by section."""
+
+    def __init__(self, workdir: Path, output: Path):
+        self.output = output
+        output.mkdir(parents=True, exist_ok=True)
+        self.page = Page(f"Runs in {workdir.name or workdir}")
+        self.points: list[Point] = []
+        self.lines: list[dict[str, Any]] = []
+        self.best: list[dict[str, Any]] = []
+        self.missing: list[str] = []
+        self.files: list[Path] = []
+
+    def datasets(self, rows) -> None:
+        names = sorted({row["dataset"] for row in rows})
+        if len(names) > 1:
+            self.page.paragraph(
+                f"The runs are of {len(names)} datasets and not to be compared across them: "
+                + ", ".join(names)
+            )
+
+    def figure(self, sweep: Sweep, points: Sequence[Point]) -> None:
+        missing = [str(point) for point in points if not point.rows]
+        self.missing += missing
+        present = [point for point in points if point.rows]
+        new = [p for p in present if p.arm.name != sweep.baseline]
+        if not new:
+            return
+        self.points += present
+        sizes = "-".join(dict.fromkeys(point.size for point in present))
+        stem = f"{sweep.name}-{sizes}"
+        picture = self._file(f"{stem}.png")
+        draw(sweep, present, picture)
+        table = [point.line() for point in present]
+        self.lines += table
+        self._csv(f"{stem}.csv", table)
+        self.page.heading(f"{sweep.name}: {sweep.title}")
+        self.page.picture(picture, sweep.title)
+        self.page.table([{n: v for n, v in line.items() if n != "figure"} for line in table])
+        if sweep.plot == "learning_rate":
+            best = best_rates(present)
+            self.best += best
+            self.page.table(best)
+        if missing:
+            self.page.paragraph(f"Not run yet: {len(missing)}")
+            self.page.list(missing)
+
+    def overview(self) -> None:
+        """All arms of each size over FLOPs: more parameters are not the only cost."""
+        own = [point for point in self.points if point.rate == 1]
+        for size in dict.fromkeys(point.size for point in own):
+            picture = self._file(f"flops-{size}.png")
+            draw_all_over_flops(own, size, picture)
+            self.page.heading(f"All arms at {size}, over training FLOPs and parameters")
+            self.page.picture(picture, f"perplexity over FLOPs at {size}")
+
+    def energies(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        picture = self._file(f"energies-{name}.png")
+        draw_energies(name, lines, picture)
+        self.page.heading(f"Energies of {name}")
+        self.page.picture(picture, f"energies of {name}")
+        self.page.table(eigenvalue_table(lines))
+
+    def finish(self, out) -> dict[str, Any]:
+        self.page.write(self._file("index.html"))
+        for line in self.lines:
+            print(
+                "  ".join(shown(line[n]) for n in ("figure", "size", "arm", "learning_rate")),
+                f"perplexity {shown(line['perplexity'])}",
+                f"± {shown(line['perplexity_std'])} ({line['seeds']} seeds)",
+                sep="  ",
+                file=out,
+            )
+        for best in self.best:
+            edge = ", an end of the range" if best["at_edge"] else ""
+            print(
+                f"{best['figure']}  {best['size']}  {best['arm']}: best learning rate "
+                f"{best['learning_rate']:.3g}{edge}, perplexity {best['perplexity']:.3f}",
+                file=out,
+            )
+        print(f"{len(self.missing)} runs are missing; {self.output / 'index.html'}", file=out)
+        return {
+            "runs": self.lines,
+            "best_rates": self.best,
+            "missing": self.missing,
+            "files": self.files,
+        }
+
+    def _csv(self, name: str, table: Sequence[Mapping[str, Any]]) -> None:
+        with open(self._file(name), "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(table)
+
+    def _file(self, name: str) -> Path:
+        self.files.append(self.output / name)
+        return self.files[-1]
