@@ -1,6 +1,6 @@
 """`cem report`: figures from the runs that are there, as pictures, tables and one page.
 
-Reads a sweep's directory, or one of rows that `cem sweep --results` kept. Writes a PNG and a CSV for
+Reads a sweep's directory, or one of rows that `cem sweep --results` kept. Writes a PNG and CSV of
 each figure, and index.html, which holds them all.
 """
 
