@@ -28,7 +28,7 @@ from cem_jax.kernels.attention import (
 from cem_jax.kernels.cached import attend_cached
 from cem_jax.kernels.inputs import Inputs, Plan, number, validated
 from cem_jax.kernels.linear import project, readout, weight_gradient
-from cem_jax.kernels.partition import lay_out, split_in_use
+from cem_jax.kernels.partition import lay_out, split_in_use, whole_rows
 
 __all__ = [
     "FUSED_PLATFORMS",
@@ -45,6 +45,7 @@ __all__ = [
     "target_platform",
     "total_log_partition",
     "weight_gradient",
+    "whole_rows",
 ]
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from cem_jax.config import ModelConfig
 from cem_jax.energy import rms_norm
-from cem_jax.kernels import OUTPUT, lay_out, project
+from cem_jax.kernels import OUTPUT, lay_out, project, whole_rows
 from cem_jax.model.attention import CEMAttention
 from cem_jax.model.llama import GatedMLP, LlamaAttention
 from cem_jax.model.mlp import CEMMLP
@@ -97,7 +97,9 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B J"], dtype=None) -> Float[Array, "B J D"]:
         """Embeddings of token ids; out-of-range ids are the caller's fault and give NaN."""
-        rows = jnp.asarray(self.embedding[...]).at[tokens]
+        # its gradient too is made of whole rows, before it is split: XLA would copy x to all devices
+        table = lay_out(whole_rows(jnp.asarray(self.embedding[...])), "heads", None)
+        rows = table.at[tokens]
         x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return x if dtype is None else x.astype(dtype)
 

@@ -85,6 +85,14 @@ def test_eight_cpu_devices():
     assert "compiling for cpu:8: mesh data -1, fsdp 4; 16 sequences of 32" in err
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=4 tensor=2", "fsdp=2 tensor=2 context=2"])
+def test_no_array_is_copied_to_all_devices_to_be_split_otherwise(mesh):
+    """XLA's last resort; it says so on stderr, for each array."""
+    code, _, err = command("--topology", "cpu:8", *(f"--config.mesh.{m}" for m in mesh.split()))
+    assert code == 0, err
+    assert "rematerialization" not in err
+
+
 STEPS = {"model__attention__steps": 1, "model__mlp__steps": 1}
 
 
