@@ -124,6 +124,8 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, st
         argument = queue.pop(0)
         if not argument.startswith(_FLAG):
             rest.append(argument)
+        elif argument.partition("=")[0] == _FLAG:
+            problems.append(f"{argument}: names no field; expected {_FLAG}FIELD=VALUE")
         elif "=" in argument:
             name, _, text = argument[len(_FLAG) :].partition("=")
             pairs.append((name, text))

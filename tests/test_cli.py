@@ -122,6 +122,7 @@ def test_bad_flags(flags, words, command, capsys):
         (["config.train.steps=7"], "an override starts with two dashes: --config.train.steps=7"),
         (["-config.seed=7"], "an override starts with two dashes: --config.seed=7"),
         (["--config.model.scan_layers"], "needs a value: --config.model.scan_layers=VALUE"),
+        (["--config.=3"], "--config.=3: names no field; expected --config.FIELD=VALUE"),
         (["--config.model.scan_layers", "--json"], "--config.model.scan_layers=VALUE"),
         (["--config.model.scan_layers=yes"], "model.scan_layers: expected true or false"),
         (["--config.optimizer.lr=1"], "optimizer.lr: no such field"),

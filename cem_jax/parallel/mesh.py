@@ -100,9 +100,11 @@ def resolve_sizes(sizes: Mapping[str, int], count: int) -> tuple[int, ...]:
     for axis in MESH_AXES:
         product *= max(sizes.get(axis, 1), 1)
     if count % product or (not open_axes and count != product):
-        number = f"{count} device{'s' * (count != 1)}"
         needed = f"a multiple of {product}" if open_axes else str(product)
-        raise UserError(f"mesh: {shown} needs {needed} devices; there are {number}")
+        noun = "device" if needed == "1" else "devices"
+        raise UserError(
+            f"mesh: {shown} needs {needed} {noun}; there {'is' if count == 1 else 'are'} {count}"
+        )
     return tuple(
         count // product if axis in open_axes else sizes.get(axis, 1) for axis in MESH_AXES
     )
