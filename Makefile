@@ -3,6 +3,7 @@
 # make test        formatter, linter, tests
 # make test-all    the same on the oldest and the newest supported Python and JAX
 # make kernels     the fused kernels, every shape in the interpreter: slow
+# make compile-all     the steps of docs/scaling.md for TPU pods, without the pods: hours; then the table
 # make lint, format, benchmarks, clean
 #
 # make install EXTRAS=dev,cuda     with CUDA; EXTRAS=dev,tpu on a TPU VM
@@ -16,7 +17,7 @@ NEWEST_JAX := jax==0.12.*
 # A worker a core; a file's tests stay together, since they share what is slow to make
 PYTEST := pytest -n auto --dist loadfile
 
-.PHONY: install demo test test-all kernels lint format benchmarks clean
+.PHONY: install demo test test-all kernels compile-all lint format benchmarks clean
 
 install: .venv/installed
 
@@ -32,6 +33,10 @@ test-all: lint .venv-oldest/installed .venv-newest/installed
 
 kernels: install
 	.venv/bin/python -m $(PYTEST) -m slow tests/kernels
+
+compile-all: install
+	.venv/bin/python benchmarks/scaling.py
+	.venv/bin/python benchmarks/scaling.py --table
 
 lint: install
 	.venv/bin/ruff format --check .

@@ -8,6 +8,7 @@ of its own and takes minutes.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ class Step(NamedTuple):
     @property
     def name(self) -> str:
         split = "".join(f"-{axis[5:]}{n}" for axis, n in self.fields.items() if "mesh" in axis)
-        return f"{Path(self.config).stem}-{self.topology.replace(':', '-')}{split}"
+        return f"{Path(self.config).stem}-{re.sub(r'[:*]', '-', self.topology)}{split}"
 
     @property
     def command(self) -> list[str]:
@@ -61,6 +62,19 @@ STEPS = [
             ("7b", "v5p:4x4x4", 64),
             ("7b", "v5e:16x16", 256),
         )
+    ),
+    # four slices: 1,024 chips, data between slices
+    Step("scale/cem_7b", "4*v5e:16x16", {"train.microbatch": None, "mesh.data": 4}),
+    # 32k positions, split over four chips
+    Step(
+        "scale/cem_7b",
+        "v5p:4x4x4",
+        {
+            "train.microbatch": 16,
+            "train.global_batch": 128,
+            "data.context": 32768,
+            "mesh.context": 4,
+        },
     ),
 ]
 
