@@ -5,10 +5,12 @@ command again takes over; at the end table.json and table.png.
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -131,32 +133,48 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class _Progress:
-    """Where the study stands; a model's steps count by their FLOPs."""
+    """Where the study stands; a model's steps count by their FLOPs.
+
+    What a model takes until its first report holds its compilation, once for all kernels, and is
+    counted apart.
+    """
 
     def __init__(self, settings: Settings, kernels: int, stream: TextIO):
         self._costs = {name: sizes(model)["flops"] for name, model in MODELS.items()}
         self._total = kernels * sum(self._costs.values())
         self._steps, self._stream, self._moving = settings.steps, stream, stream.isatty()
-        self._start = self._shown = time.monotonic()
-        self._done = 0.0
+        self._shown = -math.inf
+        self._done = self._measured = self._seconds = 0.0  # work in FLOPs a step
+        self._starts: dict[str, float] = {}  # of each compiled model, in seconds
 
-    def of(self, kernel: str, model: str):
+    def of(self, kernel: str, model: str) -> Callable[[int], None]:
         """What `fit` reports to."""
-        before, cost = self._done, self._costs[model]
+        base, cost = self._done, self._costs[model] / self._steps
+        mark = time.monotonic()
 
         def report(step: int) -> None:
-            self._done = before + cost * step / self._steps
+            nonlocal mark
             now = time.monotonic()
-            if now - self._shown < (0.5 if self._moving else 15.0):
-                return
-            self._shown = now
-            left = (now - self._start) * (self._total / self._done - 1)
-            line = f"{KERNELS[kernel].title}  {MODELS[model].title}  step {step}/{self._steps}"
-            line += f"  {100 * self._done / self._total:.0f} %  ETA {format_duration(left)}"
-            self._stream.write(f"\r\033[K{line}" if self._moving else f"{line}\n")
-            self._stream.flush()
+            done = base + cost * step
+            if model in self._starts:
+                self._measured += done - self._done
+                self._seconds += now - mark
+            self._starts.setdefault(model, now - mark)
+            self._done, mark = done, now
+            if now - self._shown >= (0.5 if self._moving else 15.0):
+                self._shown = now
+                self._show(f"{KERNELS[kernel].title}  {MODELS[model].title}  step {step}")
 
         return report
+
+    def _show(self, where: str) -> None:
+        line = f"{where}/{self._steps}  {100 * self._done / self._total:.0f} %"
+        if self._measured:
+            to_compile = np.mean(list(self._starts.values())) * (len(MODELS) - len(self._starts))
+            left = (self._total - self._done) * self._seconds / self._measured + to_compile
+            line += f"  ETA {format_duration(left)}"
+        self._stream.write(f"\r\033[K{line}" if self._moving else f"{line}\n")
+        self._stream.flush()
 
     def finish(self) -> None:
         """End the line."""

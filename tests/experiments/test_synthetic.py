@@ -9,8 +9,9 @@ import pytest
 from cem_jax import cli
 from cem_jax.errors import UserError
 from cem_jax.experiments import synthetic
-from cem_jax.experiments.synthetic_models import MODELS
+from cem_jax.experiments.synthetic_models import MODELS, sizes
 from cem_jax.experiments.synthetic_training import Fit
+from cem_jax.train.progress import format_duration
 
 SETTINGS = synthetic.Settings(seeds=2, steps=4, points=20, test_points=10)
 
@@ -95,10 +96,17 @@ def test_a_work_directory_that_cannot_be(capsys, tmp_path, quick):
     assert "--workdir" in capsys.readouterr().err
 
 
-def test_progress_says_how_long(quick, monkeypatch):
-    clock = iter(range(0, 10_000, 30))
-    monkeypatch.setattr(synthetic.time, "monotonic", lambda: float(next(clock)))
+def test_progress_says_how_long(monkeypatch):
+    """16 s to compile and start, then 8 s a step of the plain model: the rest by its FLOPs."""
+    now = [0.0]
+    monkeypatch.setattr(synthetic.time, "monotonic", lambda: now[0])
     stream = io.StringIO()
     report = synthetic._Progress(SETTINGS, 1, stream).of("rbf", "plain")
-    report(2)
-    assert "RBF  Plain  step 2/4" in stream.getvalue() and "ETA" in stream.getvalue()
+    now[0] = 16.0
+    report(1)
+    assert stream.getvalue() == "RBF  Plain  step 1/4  2 %\n"
+    now[0] = 32.0
+    report(3)
+    flops = [sizes(model)["flops"] for model in MODELS.values()]
+    left = (sum(flops) / flops[0] * 4 - 3) * 8 + 5 * 16
+    assert stream.getvalue().splitlines()[1].endswith(f"ETA {format_duration(left)}")
