@@ -3,7 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cem_jax.energy import Preconditioner, precondition, preconditioner_matrix
+from cem_jax.energy import (
+    Preconditioner,
+    extreme_eigenvalues,
+    precondition,
+    preconditioner_matrix,
+)
 
 FORMS = ["diagonal", "symmetric", "psd"]
 
@@ -81,3 +86,16 @@ def test_what_does_not_fit_is_named(left):
         preconditioner_matrix(np.zeros(5), np.zeros(left))
     with pytest.raises(ValueError, match="left and right"):
         preconditioner_matrix(np.zeros(5), np.zeros((5, 2)), np.zeros((5, 1)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scale", [0.0, 0.02, 1.0])
+def test_extreme_eigenvalues(form, scale):
+    p = factors(np.random.default_rng(1), form, dim=24, rank=4, leading=(3,))
+    small = lambda f: None if f is None else (scale * f).astype(np.float32)
+    p = Preconditioner(p.diagonal.astype(np.float32), small(p.left), small(p.right))
+    expected = np.linalg.eigvalsh(np.asarray(preconditioner_matrix(*p), np.float64))
+    smallest, largest = jax.jit(extreme_eigenvalues)(p)
+    tolerance = 2e-6 * np.abs(expected).max()  # of ‖P‖, in float32
+    np.testing.assert_allclose(smallest, expected[:, 0], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(largest, expected[:, -1], rtol=0, atol=tolerance)

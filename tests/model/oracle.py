@@ -110,23 +110,31 @@ def _interaction_force(u, h, p, config, segments):
     """F_i = Σ_k P_k(W^Q_kᵀ o_ik [ + d_k ∘ a_ik ]) (Eq. 14)."""
     c = config.attention
     key = _turned(np.einsum("krd,jd->jkr", p["key"], h), c)
-    query = _turned(np.einsum("krd,jd->jkr", p["query"], u), c)
-    scores = np.einsum("ikr,jkr->kij", query, key)
-    diagonal = np.zeros((c.heads, config.dim))
-    if c.diagonal != "none":
-        diagonal = diagonal + p["diagonal"]
-        scores = scores + np.einsum("kd,id,jd->kij", diagonal, u, h)
-    alpha = _softmax(scores, p, config, segments)
+    alpha = _softmax(_products(u, h, p, config), p, config, segments)
     o = _turned(np.einsum("kij,jkr->ikr", alpha, key), c, -1)
     force = np.einsum("krd,ikr->ikd", p["query"], o)
     if c.diagonal_in_update:
-        force = force + diagonal * np.einsum("kij,jd->ikd", alpha, h)
+        force = force + _diagonal(p, config) * np.einsum("kij,jd->ikd", alpha, h)
     if c.preconditioner == "none":
         return force.sum(1)
     matrix = np.broadcast_to(
         _matrix(p["preconditioner"], c, config.dim), (c.heads, config.dim, config.dim)
     )
     return np.einsum("ked,ikd->ie", matrix, force)
+
+
+def _diagonal(p, config):
+    """d_k, [K, D]."""
+    zero = np.zeros((config.attention.heads, config.dim))
+    return zero if config.attention.diagonal == "none" else zero + p["diagonal"]
+
+
+def _products(u, h, p, config):
+    """k_j·q_i + h_j·(d ∘ u_i), [K, J, J]."""
+    key = _turned(np.einsum("krd,jd->jkr", p["key"], h), config.attention)
+    query = _turned(np.einsum("krd,jd->jkr", p["query"], u), config.attention)
+    diagonal = np.einsum("kd,id,jd->kij", _diagonal(p, config), u, h)
+    return np.einsum("ikr,jkr->kij", query, key) + diagonal
 
 
 def _llama_attention(h, p, config, segments):
@@ -140,6 +148,12 @@ def _llama_attention(h, p, config, segments):
 
 def _softmax(products, p, config, segments):
     """α [K, J, J] of what stands over τ."""
+    weight = np.exp(_scores(products, p, config, segments))
+    return weight / weight.sum(-1, keepdims=True)
+
+
+def _scores(products, p, config, segments):
+    """s [K, J, J] of what stands over τ; −∞ where hidden."""
     c = config.attention
     positions = np.arange(products.shape[-1])
     distance = positions[:, None] - positions[None, :]
@@ -152,8 +166,7 @@ def _softmax(products, p, config, segments):
     hidden = distance < 0
     if segments is not None:
         hidden = hidden | (np.asarray(segments)[:, None] != np.asarray(segments)[None, :])
-    weight = np.where(hidden, 0, np.exp(scores))
-    return weight / weight.sum(-1, keepdims=True)
+    return np.where(hidden, -np.inf, scores)
 
 
 def _turned(x_JKR, c, direction=1):
