@@ -75,9 +75,9 @@ def _matern() -> Kernel:
 
 
 def _rational_quadratic() -> Kernel:
-    """α = 1: RBF kernels over a Gamma distribution of precisions."""
-    scales = lambda rng, n: np.sqrt(rng.gamma(1.0, 1.0, n))
-    return Kernel("Rational quadratic", "1 / (1 + r²/2)", lambda r2: 1 / (1 + r2 / 2), scales)
+    """α = 1/2: RBF kernels over a Gamma distribution of precisions."""
+    scales = lambda rng, n: np.sqrt(rng.gamma(0.5, 2.0, n))
+    return Kernel("Rational quadratic", "1 / √(1 + r²)", lambda r2: 1 / np.sqrt(1 + r2), scales)
 
 
 def _on_circles(x_ND):

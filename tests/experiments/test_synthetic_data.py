@@ -38,7 +38,7 @@ def test_known_covariances():
     assert covariance("rbf", ORIGIN, unit) == pytest.approx(np.exp(-0.5))
     root = np.sqrt(3)
     assert covariance("matern", ORIGIN, unit) == pytest.approx((1 + root) * np.exp(-root))
-    assert covariance("rational_quadratic", ORIGIN, unit) == pytest.approx(1 / 1.5)
+    assert covariance("rational_quadratic", ORIGIN, unit) == pytest.approx(np.sqrt(0.5))
 
 
 def test_periodic():
