@@ -87,8 +87,9 @@ def _finished(runs: Sequence[Run], workdir: Path, results: str | None) -> dict[s
 def _dataset(runs: Sequence[Run]) -> str:
     """The fingerprint of the runs' dataset. Raises UserError where it does not fit them."""
     found = set()
-    for run in {run.size: run for run in runs}.values():
-        mixture = open_data(run.config)
+    configs = {(run.config.data, run.config.model.vocab_size): run.config for run in runs}
+    for config in configs.values():
+        mixture = open_data(config)
         for source in mixture.sources:
             source.split(SPLIT)
         found.add(mixture.fingerprint)

@@ -1,0 +1,186 @@
+"""`cem report`: averages, the best learning rate, pictures and one page, whatever is missing."""
+
+import csv
+import json
+import re
+import statistics
+
+import numpy as np
+import pytest
+from tiny_figure import row, write_figure
+
+from cem_jax.cli import main
+from cem_jax.experiments.energies import eigenvalue_table, energy_lines
+from cem_jax.experiments.grid import read_sweep, runs_of
+from cem_jax.experiments.results import best_rates, interpolate, points_of
+from cem_jax.experiments.rows import write_json
+
+RATES = (0.25, 0.5, 1, 2, 4)
+PNG = b"\x89PNG"
+
+
+def bowl(rate, best):
+    """A perplexity that is least at `best`, symmetrical in the logarithm."""
+    return 20 + np.log(rate / best) ** 2
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "rows").mkdir()
+    return tmp_path
+
+
+def keep(folder, path, perplexity, seeds=(0,), **fields):
+    """Rows of the figure's runs; `perplexity(arm, run)` is None for a run that is missing."""
+    for run in runs_of([read_sweep(path)], seeds):
+        value = perplexity(run.uses[0].arm, run)
+        if value is not None:
+            write_json(folder / "rows" / f"{run.name}.json", row(run, float(value), **fields))
+
+
+def report(folder, capsys, *flags):
+    assert main(["report", "--workdir", str(folder / "rows"), "--json", *flags]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_seeds_are_averaged(folder, capsys):
+    path = write_figure(folder)
+    keep(folder, path, lambda arm, run: {"Llama": 20, "CEM": 22}[arm] + run.seed, seeds=range(3))
+    result = report(folder, capsys, "--config", path)
+    llama, cem = result["runs"]
+    assert (llama["arm"], llama["seeds"], cem["seeds"]) == ("Llama", 3, 3)
+    assert (llama["perplexity"], cem["perplexity"]) == (21, 23)
+    assert llama["perplexity_std"] == pytest.approx(statistics.stdev([20, 21, 22]))
+    assert result["missing"] == []
+    with open(folder / "rows" / "report" / "mine-small.csv") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["arm"], float(line["perplexity"])) for line in lines] == [
+        ("Llama", 21),
+        ("CEM", 23),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plot", "more", "fields"),
+    [
+        ("parameters", "", ""),
+        ("learning_rate", "", f"rates={RATES},"),
+        ("arms", "", ""),
+        (
+            "steps",
+            "arms[1] = Arm('T = 1', cem, 'CEM', 1); two = cem.copy_and_resolve_references(); "
+            "two.model.attention.steps = 2; arms.append(Arm('T = 2', two, 'CEM', 2))",
+            "",
+        ),
+        ("gain", "arms = [Arm('Llama', llama, 'reuse', 1), Arm('CEM', cem, 'CEM', 2)]", ""),
+        ("test_steps", "", "evaluate_steps=(1, 2),"),
+    ],
+)
+def test_every_kind_of_picture(plot, more, fields, folder, capsys):
+    path = write_figure(folder, plot=plot, more=more, fields=fields)
+    best = {"Llama": 0.008}
+    rate = lambda run: run.config.optimizer.learning_rate
+    keep(
+        folder,
+        path,
+        lambda arm, run: bowl(rate(run), best.get(arm, 0.016)),
+        loss_at_steps={"1": 3.0, "2": 2.9},
+    )
+    result = report(folder, capsys, "--config", path, "--output", str(folder / "out"))
+    names = {"mine-small.png", "mine-small.csv", "flops-small.png", "index.html"}
+    assert {file.name for file in (folder / "out").iterdir()} == names
+    assert len(result["files"]) == len(names)
+    assert (folder / "out" / "mine-small.png").read_bytes().startswith(PNG)
+    page = (folder / "out" / "index.html").read_text()
+    assert page.count('src="data:image/png;base64,') == 2
+    assert not re.search(r'(src|href)="(?!data:)', page)  # needs no other file
+    for arm in {line["arm"] for line in result["runs"]}:
+        assert f"<td>{arm}</td>" in page
+
+
+def test_missing_runs_are_listed(folder, capsys):
+    path = write_figure(folder, plot="learning_rate", fields=f"rates={RATES},")
+    keep(folder, path, lambda arm, run: 30.0 if arm == "CEM" and run.seed == 0 else None)
+    result = report(folder, capsys, "--config", path)
+    assert len(result["missing"]) == 5
+    assert "mine, small: Llama, learning rate 0.0025" in result["missing"]
+    assert "Not run yet: 5" in (folder / "rows" / "report" / "index.html").read_text()
+
+
+def test_a_figure_with_nothing_but_its_baseline_is_not_drawn(folder, capsys):
+    path = write_figure(folder)
+    keep(folder, path, lambda arm, run: 30.0 if arm == "Llama" else None)
+    result = report(folder, capsys, "--config", path)
+    assert result["missing"] == ["mine, small: CEM"]
+    assert not list((folder / "rows" / "report").glob("*.png"))
+
+
+def test_interpolation_passes_through_the_points_and_finds_the_optimum():
+    rates = np.array([0.0005, 0.001, 0.002, 0.004, 0.008])
+    fine, curve = interpolate(rates, bowl(rates, 0.002))
+    for rate in rates:
+        nearest = np.argmin(abs(np.log(fine / rate)))
+        assert fine[nearest] == pytest.approx(rate, rel=1e-9)  # 400 intervals: every point is met
+        assert curve[nearest] == pytest.approx(bowl(rate, 0.002), rel=1e-9)
+    assert fine[curve.argmin()] == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize(("best", "edge"), [(0.013, False), (0.001, True), (1.0, True)])
+def test_the_best_learning_rate(best, edge, folder):
+    path = write_figure(folder, plot="learning_rate", fields=f"rates={RATES},")
+    sweep = read_sweep(path)
+    rows = [row(r, bowl(r.config.optimizer.learning_rate, best)) for r in runs_of([sweep])]
+    for found in best_rates(points_of(sweep, rows)):
+        assert found["at_edge"] == edge
+        ends = min(max(best, 0.0025), 0.04)
+        # Akima's slopes are local: between points a factor 2 apart it is off by a few per cent
+        assert found["learning_rate"] == pytest.approx(ends, rel=0.1)
+
+
+def test_overrides_of_the_sweep_are_given_again(folder, capsys):
+    path = write_figure(folder)
+    for run in runs_of([read_sweep(path)], (0,), [("train.steps", "9")]):
+        write_json(folder / "rows" / f"{run.name}.json", row(run, 20.0))
+    assert len(report(folder, capsys, "--config", path)["missing"]) == 2
+    assert report(folder, capsys, "--config", path, "--config.train.steps=9")["missing"] == []
+
+
+def test_an_empty_or_broken_directory(folder, capsys):
+    assert main(["report", "--workdir", str(folder / "none")]) == 2
+    assert main(["report", "--workdir", str(folder / "rows")]) == 2
+    (folder / "rows" / "broken.json").write_text("{")
+    assert main(["report", "--workdir", str(folder / "rows")]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert [line.startswith("cem: error: ") for line in told] == [True] * 3
+    assert "no such directory" in told[0]
+    assert "no finished run in it" in told[1]
+    assert "broken.json: cannot be read as JSON" in told[2]
+
+
+def energies(step, *, layers=2, steps=2, mlp=True):
+    table = lambda columns: [[0.1 * i + t for t in range(columns)] for i in range(layers)]
+    fields = ("energy_change", "rise_fraction", "descent_ratio", "force_norm")
+    sublayer = {"energy": table(steps + 1), "cosine": table(steps - 1)}
+    sublayer |= {name: table(steps) for name in fields}
+    ends = {"smallest_eigenvalue": [1.2] * layers, "largest_eigenvalue": [1.5] * layers}
+    attention = sublayer | {name: table(steps) for name in ("entropy", "self_mass")} | ends
+    line = {"step": step, "kind": "energies", "sequences": 4, "attention": attention}
+    return line | ({"mlp": sublayer} if mlp else {})
+
+
+@pytest.mark.parametrize(("steps", "mlp"), [(1, False), (2, True)])
+def test_energies_are_drawn(steps, mlp, folder, capsys):
+    run = folder / "rows" / "a-run"
+    run.mkdir()
+    lines = [{"step": 5, "kind": "train"}, *(energies(n, steps=steps, mlp=mlp) for n in (5, 10))]
+    lines[-1]["attention"]["energy"][0][0] = None  # was not finite
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = report(folder, capsys)
+    assert (folder / "rows" / "report" / "energies-a-run.png").read_bytes().startswith(PNG)
+    assert result["runs"] == []
+    found = energy_lines(folder / "rows")["a-run"]
+    assert [line["step"] for line in found] == [5, 10]
+    assert [(line["sublayer"], line["layer"]) for line in eigenvalue_table(found)] == [
+        ("attention", 0),
+        ("attention", 1),
+    ]
