@@ -50,7 +50,7 @@ def default_batch(config: Config, mixture: Mixture, split: str) -> int:
     """Windows at a time: what suits the device, but no more than the split has."""
     tokens = _TOKENS_CPU if jax.default_backend() == "cpu" else _TOKENS
     context = config.data.context
-    windows = max(-(-(source.split(split).tokens - 1) // context) for source in mixture.sources)
+    windows = max(-(-(part.split(split).tokens - 1) // context) for part in mixture.parts(split))
     return max(1, min(tokens // context, windows))
 
 

@@ -5,7 +5,9 @@ B windows a batch · R of its rows in this process · S steps · J targets a win
 Training windows are numbered n = step·B + row through the whole run. Number n goes to source s of
 the mixture as its window i (see `Mixture.choose`); with W windows in the source that is epoch
 i // W, place i % W of the epoch's own permutation. Epochs follow each other without a gap, so no
-window is dropped at their borders, and a batch depends on nothing but (seed, step).
+window is dropped at their borders, and a batch depends on nothing but (seed, step, B): not on the
+number of processes, nor on when the run was resumed. A run that resumes with another B goes on at
+the first number that it has not consumed (`TrainLoader.go_on`): none comes twice, none is left out.
 """
 
 import functools
@@ -57,12 +59,12 @@ class TrainLoader:
             windows.append(num_windows(source.split(split).tokens, context))
         self._windows_of = windows
         if self.windows_per_epoch < global_batch:
-            paths = " and ".join(str(source.path) for source in self.mixture.sources)
             raise UserError(
-                f"{paths}, split {split!r}: dataset has {self.windows_per_epoch} windows of "
-                f"{context + 1} tokens, the batch needs {global_batch}; lower train.global_batch "
-                "or data.context, or add data"
+                f"{' and '.join(self.mixture.names)}, split {split!r}: dataset has "
+                f"{self.windows_per_epoch} windows of {context + 1} tokens, the batch needs "
+                f"{global_batch}; lower train.global_batch or data.context, or add data"
             )
+        self._offset = 0  # of window numbers, against step·B
         self._block_steps = max(1, _BLOCK_WINDOWS // max(1, len(self._rows_R)))
         self._block = functools.lru_cache(maxsize=2)(self._draw_block)
         self._streams = [TokenStream(source, split) for source in self.mixture.sources]
@@ -73,9 +75,29 @@ class TrainLoader:
         """Windows of all sources together."""
         return sum(self._windows_of)
 
+    def go_on(self, step: int, consumed: int) -> None:
+        """Let `step` begin with window number `consumed`: what earlier steps, of whatever batch,
+        did not take."""
+        self._offset = consumed - step * self._batch
+        self._block.cache_clear()
+
+    def consumed(self, step: int) -> int:
+        """Windows drawn before `step`, over all processes."""
+        return step * self._batch + self._offset
+
     def epoch(self, step: int) -> float:
         """Windows drawn before `step` over windows there are; in mixtures, over all sources."""
-        return step * self._batch / self.windows_per_epoch
+        return self.consumed(step) / self.windows_per_epoch
+
+    def sources(self, step: int) -> dict[str, dict[str, float]]:
+        """{name: {tokens, epoch}} of each source before `step`; tokens counts targets."""
+        drawn = self.mixture.drawn(self.consumed(step))
+        return {
+            name: {"tokens": windows * self._context, "epoch": windows / there}
+            for name, windows, there in zip(
+                self.mixture.names, drawn, self._windows_of, strict=True
+            )
+        }
 
     def windows(self, step: int) -> tuple[Int64[np.ndarray, " R"], Int64[np.ndarray, " R"]]:
         """(source, window within the source's stream) of each row of a batch."""
@@ -86,7 +108,7 @@ class TrainLoader:
     def _draw_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """`windows` of consecutive steps at once: NumPy costs microseconds a call, not a number."""
         steps_S = np.arange(block * self._block_steps, (block + 1) * self._block_steps)
-        number_SR = steps_S[:, None] * self._batch + self._rows_R
+        number_SR = steps_S[:, None] * self._batch + self._offset + self._rows_R
         source_N, within_N = self.mixture.choose(number_SR.ravel())
         size_N = np.asarray(self._windows_of, np.int64)[source_N]
         epoch_N, place_N = np.divmod(within_N, size_N)
@@ -103,15 +125,23 @@ class TrainLoader:
         Raises UserError where a token id lies outside the tokenizer's vocabulary.
         """
         source_R, window_R = self.windows(step)
-        tokens_RT = np.empty((len(source_R), self._context + 1), np.int32)
-        for row, (source, window) in enumerate(zip(source_R, window_R, strict=True)):
-            self._streams[source].read_into(int(window) * self._context, tokens_RT[row])
+        tokens_RT = self._gather(source_R, window_R * self._context)
         if tokens_RT.max(initial=0) >= self.mixture.vocab_size:
             self._refuse(source_R, window_R, tokens_RT)
         batch = {"tokens": tokens_RT}
         if self._separators is not None:
             batch["segments"] = self._separators.segments(tokens_RT)
         return batch
+
+    def _gather(self, source_R: np.ndarray, start_R: np.ndarray) -> Int32[np.ndarray, "R J+1"]:
+        length = self._context + 1
+        if len(self._streams) == 1:
+            return self._streams[0].gather(start_R, length)
+        tokens_RT = np.empty((len(start_R), length), np.int32)
+        for source, stream in enumerate(self._streams):
+            row_N = np.flatnonzero(source_R == source)
+            tokens_RT[row_N] = stream.gather(start_R[row_N], length)
+        return tokens_RT
 
     def iterate(self, start_step: int) -> "BatchIterator":
         """(step, batch) from `start_step` on, made ahead by grain's threads."""
@@ -177,9 +207,10 @@ def eval_batches(
     Yields {"tokens": int32 [B, J+1], "weights": float32 [B, J]} and "segments" under
     `document_mask`; weight 1 marks a real target, 0 the padding of the last window and batch.
     At most `limit` batches; of each only `rows`, where given. Raises UserError, at the call, when
-    the split is missing or smaller than a window.
+    the split is missing or, unless it is one source of several, smaller than a window.
     """
-    _require_window(dataset, split, context)
+    if not dataset.source:
+        _require_window(dataset, split, context)
     separators = _Separators(single(dataset)) if document_mask else None
     stream = TokenStream(dataset, split)
     starts = range(0, len(stream) - 1, context * batch)[:limit]
@@ -196,7 +227,7 @@ def _eval_batch(
         first = start + int(row) * context
         count = min(context + 1, len(stream) - first)
         if count < 2:
-            break
+            continue
         stream.read_into(first, tokens_RT[place, :count])
         weights_RJ[place, : count - 1] = 1.0
     result = {"tokens": tokens_RT, "weights": weights_RJ}
@@ -227,6 +258,6 @@ def _require_window(dataset: Dataset, split: str, context: int) -> None:
     tokens = dataset.split(split).tokens
     if tokens < context + 1:
         raise UserError(
-            f"{dataset.path}, split {split!r}: {tokens} tokens are less than one window of "
+            f"{dataset.name}, split {split!r}: {tokens} tokens are less than one window of "
             f"data.context + 1 = {context + 1}"
         )

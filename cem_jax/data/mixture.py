@@ -1,13 +1,16 @@
 """Datasets mixed by weight: which source the n-th window comes from, as a pure function of n."""
 
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
 from jaxtyping import Int64
 
+from cem_jax.data.fetch import fetched
+from cem_jax.data.remote import is_url
 from cem_jax.data.store import Dataset, open_dataset
 from cem_jax.data.tokenizer import Tokenizer
 from cem_jax.errors import UserError
@@ -42,9 +45,29 @@ class Mixture:
         parts = zip(self.sources, self.shares, strict=True)
         return " + ".join(f"{share}·{source.fingerprint}" for source, share in parts)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A name of each source, in order."""
+        return tuple(source.name for source in self.sources)
+
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer that all sources share."""
         return self.sources[0].load_tokenizer()
+
+    def parts(self, split: str) -> tuple[Dataset, ...]:
+        """What a split is evaluated by: every source in it that has a name, or else whole.
+
+        Raises UserError where a dataset has no such split; a single source may lack it.
+        """
+        parts = []
+        for source in self.sources:
+            if source.source and split not in source.splits:
+                continue
+            names = source.split(split).sources
+            parts += [source.only(name) for name in names] if names else [source]
+        if not parts:
+            self.sources[0].split(split)  # raises
+        return tuple(parts)
 
     def choose(
         self, index_N: Int64[np.ndarray, " N"]
@@ -69,14 +92,41 @@ class Mixture:
             left -= share
         return source_N, within_N
 
+    def drawn(self, windows: int) -> tuple[int, ...]:
+        """How many of the first `windows` windows come from each source."""
+        counts = []
+        left = sum(self.shares)
+        for share in self.shares:
+            counts.append(windows * share // left)
+            windows -= counts[-1]
+            left -= share
+        return tuple(counts)
+
 
 def single(dataset: Dataset) -> Mixture:
     """A mixture of one."""
     return Mixture((dataset,), (1,))
 
 
-def open_mixture(entries: Sequence[str]) -> Mixture:
-    """Open `directory=weight` entries; weights are positive and need not add up to anything.
+def open_source(place: str, cache: str | None = None) -> Dataset:
+    """The dataset in a directory or at a URL (fetched into `cache`); `place#source`: one of its
+    named sources.
+
+    Raises UserError when there is no such dataset or source.
+    """
+    directory, _, source = place.rpartition("#")
+    if not directory or os.path.isdir(place):
+        directory, source = place, ""
+    if is_url(directory):
+        dataset = replace(open_dataset(fetched(directory, cache)), url=directory)
+    else:
+        dataset = open_dataset(directory)
+    return dataset.only(source) if source else dataset
+
+
+def open_mixture(entries: Sequence[str], cache: str | None = None) -> Mixture:
+    """Open `place=weight` entries (see `open_source`); weights are positive and need not add up
+    to anything.
 
     Raises UserError with every malformed entry, unusable dataset, and difference in tokenizer
     or separator.
@@ -85,23 +135,25 @@ def open_mixture(entries: Sequence[str]) -> Mixture:
     sources: list[Dataset] = []
     weights: list[Fraction] = []
     for entry in entries:
-        directory, _, weight = entry.rpartition("=")
+        place, _, weight = entry.rpartition("=")
         try:
             value = Fraction(weight)
         except (ValueError, ZeroDivisionError):
             value = Fraction(0)
-        if not directory or value <= 0:
+        if not place or value <= 0:
             problems.append(f"mixture entry {entry!r} is not directory=weight with a weight > 0")
             continue
         try:
-            sources.append(open_dataset(directory))
+            sources.append(open_source(place, cache))
             weights.append(value)
         except UserError as error:
             problems += error.messages
     if not entries:
         problems.append("the mixture is empty: give directory=weight entries")
-    for other in sources[1:]:
+    for i, other in enumerate(sources):
         problems += _mismatch(sources[0], other)
+        if other.name in (source.name for source in sources[:i]):
+            problems.append(f"{other.name} stands in the mixture twice: give it one weight")
     if problems:
         raise UserError(*problems)
     return Mixture(tuple(sources), _integer_shares(weights))
@@ -111,12 +163,12 @@ def _mismatch(first: Dataset, other: Dataset) -> list[str]:
     problems = []
     if other.tokenizer_hash != first.tokenizer_hash:
         problems.append(
-            f"{first.path} was made with tokenizer {first.tokenizer_hash}, {other.path} with "
+            f"{first.name} was made with tokenizer {first.tokenizer_hash}, {other.name} with "
             f"{other.tokenizer_hash}: a mixture needs one tokenizer"
         )
     if other.separator != first.separator:
         problems.append(
-            f"{first.path} has separator {first.separator!r}, {other.path} {other.separator!r}"
+            f"{first.name} has separator {first.separator!r}, {other.name} {other.separator!r}"
         )
     return problems
 

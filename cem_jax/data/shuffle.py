@@ -48,7 +48,9 @@ def _feistel(
 
 def _mixed(state_N: UInt64[np.ndarray, " N"]) -> UInt64[np.ndarray, " N"]:
     """An invertible scramble of 64 bits: add, then twice xor-shift and multiply."""
-    state_N = state_N + _U(0x9E3779B97F4A7C15)
-    state_N = (state_N ^ (state_N >> _U(30))) * _U(0xBF58476D1CE4E5B9)
-    state_N = (state_N ^ (state_N >> _U(27))) * _U(0x94D049BB133111EB)
-    return state_N ^ (state_N >> _U(31))
+    state_N = np.asarray(state_N + _U(0x9E3779B97F4A7C15))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state_N ^= state_N >> _U(shift)
+        state_N *= _U(factor)
+    state_N ^= state_N >> _U(31)
+    return state_N

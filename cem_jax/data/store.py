@@ -9,17 +9,15 @@ A split is the streams of its sources, one after another. Windows: with J target
 the J+1 tokens [wJ, wJ+J] of a stream, so every token but the stream's first is a target once.
 """
 
-import bisect
 import hashlib
 import json
 import os
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, Integer
+from jaxtyping import Int32, Int64, Integer
 
 from cem_jax.data.shards import token_dtype
 from cem_jax.data.tokenizer import SEPARATORS, Tokenizer
@@ -69,11 +67,13 @@ class Dataset:
     fingerprint: str  # of the contents: equal for equal tokens, wherever the directory lies
     dropped: dict[str, int]
     source: str = ""  # the one source that this is, of several in the directory
+    url: str = ""  # where `path` is a copy of
 
     @property
     def name(self) -> str:
-        """The directory, and #source where this is but one."""
-        return f"{self.path}#{self.source}" if self.source else str(self.path)
+        """The directory or URL, and #source where this is but one."""
+        place = self.url or str(self.path)
+        return f"{place}#{self.source}" if self.source else place
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -121,10 +121,13 @@ class TokenStream:
         self.files = [dataset.path / shard.file for shard in shards]
         # Plain array views: np.memmap's own indexing costs microseconds a slice.
         self._arrays = [np.asarray(np.load(file, mmap_mode="r")) for file in self.files]
-        self._starts = list(accumulate((len(a) for a in self._arrays), initial=0))
+        self._starts = np.cumsum([0, *map(len, self._arrays)])
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return int(self._starts[-1])
+
+    def _shard_of(self, index: int) -> int:
+        return min(int(np.searchsorted(self._starts, index, side="right")), len(self._arrays)) - 1
 
     def read(self, start: int, count: int) -> Integer[np.ndarray, " count"]:
         """Tokens [start, start+count) in the shards' dtype, read-only where no copy is needed.
@@ -133,7 +136,7 @@ class TokenStream:
         """
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens [{start}, {start + count}) of {len(self)}")
-        shard = bisect.bisect_right(self._starts, start, hi=len(self._starts) - 1) - 1
+        shard = self._shard_of(start)
         if count and start + count <= self._starts[shard + 1]:
             offset = start - self._starts[shard]
             return self._arrays[shard][offset : offset + count]
@@ -149,9 +152,27 @@ class TokenStream:
         """Copy tokens [start, start+len(out)) into `out`."""
         out[:] = self.read(start, len(out))
 
+    def gather(self, start_R: Int64[np.ndarray, " R"], length: int) -> Int32[np.ndarray, "R T"]:
+        """The `length` tokens from each start on; IndexError outside the stream."""
+        if len(start_R) and not 0 <= start_R.min() <= start_R.max() <= len(self) - length:
+            raise IndexError(f"{length} tokens from one of {start_R} on, of {len(self)}")
+        shard_R = np.searchsorted(self._starts, start_R, side="right") - 1
+        is_whole_R = start_R + length <= self._starts[shard_R + 1]
+        ids_RT = np.empty((len(start_R), length), self._arrays[0].dtype)
+        for shard in sorted(set(shard_R[is_whole_R].tolist())):
+            # All windows that the shard has, as overlapping rows: one call picks many.
+            ids = self._arrays[shard]
+            shape, step = (len(ids) - length + 1, length), ids.itemsize
+            window_WT = np.ndarray(shape, ids.dtype, ids, strides=(step, step))
+            row_N = np.flatnonzero(is_whole_R & (shard_R == shard))
+            ids_RT[row_N] = window_WT[start_R[row_N] - self._starts[shard]]
+        for row in np.flatnonzero(~is_whole_R):
+            ids_RT[row] = self.read(int(start_R[row]), length)
+        return ids_RT.astype(np.int32)
+
     def locate(self, index: int) -> str:
         """`file, token n` of a token's place in the stream, for messages."""
-        shard = bisect.bisect_right(self._starts, index, hi=len(self._starts) - 1) - 1
+        shard = self._shard_of(index)
         return f"{self.files[shard]}, token {index - self._starts[shard]}"
 
 

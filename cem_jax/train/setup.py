@@ -10,8 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cem_jax.config import Config
 from cem_jax.data.checks import check_token_ids
 from cem_jax.data.loader import TrainLoader
-from cem_jax.data.mixture import Mixture, open_mixture, single
-from cem_jax.data.store import open_dataset
+from cem_jax.data.mixture import Mixture, open_mixture, open_source, single
 from cem_jax.errors import UserError
 from cem_jax.kernels import Unavailable
 from cem_jax.model import pure
@@ -67,7 +66,7 @@ def open_data(config: Config) -> Mixture:
     if config.data.mixture:
         mixture = open_mixture(config.data.mixture)
     elif config.data.path:
-        mixture = single(open_dataset(config.data.path))
+        mixture = single(open_source(config.data.path))
     else:
         raise UserError("data.path: not set; name a directory that `cem prepare` wrote")
     problems = []

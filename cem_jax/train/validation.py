@@ -26,7 +26,8 @@ _AHEAD = 2  # batches handed to the device before the first one's result is read
 
 
 class Evaluator:
-    """Evaluates parameters on one split, compiled once; sources of a mixture one by one.
+    """Evaluates parameters on one split, compiled once; a mixture's datasets, and the named sources
+    of each, one by one.
 
     Args:
       batch: windows at a time, rounded up to what the mesh divides; None: as many as in training.
@@ -36,7 +37,7 @@ class Evaluator:
       attention_steps, mlp_steps: T in place of the configured ones.
 
     Raises:
-      UserError: a source has no such split, or a split smaller than a window.
+      UserError: a dataset has no such split, or a split smaller than a window.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Evaluator:
         mlp_steps: int | None = None,
     ):
         self.split = split
-        self._sources = (dataset if isinstance(dataset, Mixture) else single(dataset)).sources
+        mixture = dataset if isinstance(dataset, Mixture) else single(dataset)
         self._config = config
         ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
         rows = batch or config.train.microbatch or config.train.global_batch
@@ -61,7 +62,7 @@ class Evaluator:
         self._limit = None if windows is None else -(-windows // self._batch)
         self._placement = None if mesh is None else batch_sharding(mesh)
         self._rows = None if mesh is None else local_rows(self._placement, self._batch)
-        self._require_windows()
+        self._sources = self._usable(mixture)
         dtype = jnp.dtype(config.train.compute_dtype)
 
         def sums(parameters, batch):
@@ -92,11 +93,12 @@ class Evaluator:
         *,
         whole: bool = False,
     ) -> dict[str, Any]:
-        """{loss, perplexity, bits_per_byte, tokens, bytes}, and for mixtures {sources: {path: …}}.
+        """{loss, perplexity, bits_per_byte, tokens, bytes}, and {sources: {name: …}} of several.
 
-        `loss` is in nats a target and `tokens` counts targets. Bits per byte are Σ nats / ln 2 /
-        UTF-8 bytes of the documents; they and `bytes` are None when `limit` cuts a split short.
-        `report` gets the number of batches done, after each. `whole` sets the limit aside.
+        Sources are called by their directory or URL, and #name. `loss` is in nats a target and
+        `tokens` counts targets. Bits per byte are Σ nats / ln 2 / UTF-8 bytes of the documents;
+        they and `bytes` are None when `limit` cuts a split short. `report` gets the number of
+        batches done, after each. `whole` sets the limit aside.
         """
         done = 0
         results = {}
@@ -108,8 +110,8 @@ class Evaluator:
                     report(done)
             split = source.split(self.split)
             size = split.bytes if int(tokens) == split.tokens - 1 else None
-            results[str(source.path)] = (nats, int(tokens), size)
-        described = {path: _described(*result) for path, result in results.items()}
+            results[source.name] = (nats, int(tokens), size)
+        described = {name: _described(*result) for name, result in results.items()}
         if len(described) == 1:
             return next(iter(described.values()))
         nats, tokens, sizes = zip(*results.values(), strict=True)
@@ -142,15 +144,18 @@ class Evaluator:
         batches = -(-targets // (self._batch * self._config.data.context))
         return batches if self._limit is None else min(batches, self._limit)
 
-    def _require_windows(self) -> None:
+    def _usable(self, mixture: Mixture) -> list[Dataset]:
+        """Raises UserError for every dataset without the split, or with less than a window."""
         problems: list[str] = []
-        for source in self._sources:
+        for source in mixture.sources:
             try:
-                self._batches(source, self._limit)
+                if not source.source:
+                    self._batches(source, self._limit)
             except UserError as error:
                 problems += error.messages
         if problems:
             raise UserError(*problems)
+        return [part for part in mixture.parts(self.split) if part.split(self.split).tokens > 1]
 
 
 def _described(nats: float, tokens: int, size: int | None) -> dict[str, Any]:
