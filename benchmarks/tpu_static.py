@@ -1,25 +1,22 @@
 """The TPU attention kernels compiled for TPUs that are not here: memory, bytes, static cycles.
 
     benchmarks/tpu_static.py [--topology v5e:2x2,v6e:2x2,v5p:2x2x1] [--size 108m] [--blocks 512,256]
-                             [--exact]
-                             [--passes forward,backward,both,unfused]
+                             [--positions 2048] [--batch 8] [--exact] [--streamed]
+                             [--passes forward,backward,both,blockwise,unfused]
 
-At the sizes of the paper's Table 1: 8 sequences of 2048, bfloat16, a shared diagonal, slopes and
-self biases. libtpu is an installed package, or where TPU_LIBRARY_PATH says. Each compilation is a
-process of its own: the compiler's dump cannot be turned on later.
+At the sizes of the paper's Table 1 and two larger ones: bfloat16, a shared diagonal, slopes and
+self biases, 16,384 positions in all. libtpu is an installed package, or where TPU_LIBRARY_PATH
+says. Each compilation is a process of its own: the compiler's dump cannot be turned on later.
 
-* bytes: of the compiled kernel's DMAs between HBM and VMEM, each as often as it runs. XLA's are
-  its own cost analysis.
-* cycles: bundles of the compiled kernel, for each loop as often as it runs, for one batch element.
-  The scheduler's latencies are in them, stalls of the hardware are not: they compare programs, they
-  predict no time.
+Columns: the kernel of each pass, r(esident) or s(treamed), and its blocks of query and key
+positions; what the kernels move between HBM and VMEM, and what XLA does around them or in their
+place, lays arrays out above all; cycles of the kernels for one batch element. `tpu_bundles` says
+how both are counted.
 """
 
 import argparse
-import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -28,10 +25,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 SIZES = {"86m": (672, 8), "108m": (672, 12), "134m": (768, 12), "162m": (864, 12)}
-BATCH, POSITIONS = 8, 2048
-FORMS = {"temporaries": ".1f", "gigabytes": ".3f", "kilocycles": ".1f", "seconds": ".0f"}
-HANDFUL = 30  # bundles
-GRANULE = 32  # bytes: the unit of a DMA's size in the dump
+SIZES |= {"1.3b": (2048, 16), "7b": (4096, 32)}
+COLUMNS = {
+    "kernels": ("kernels", ""),
+    "temporaries": ("temporaries, MiB", ".0f"),
+    "moved": ("kernels move, GB", ".3f"),
+    "around": ("XLA moves, GB", ".3f"),
+    "kilocycles": ("kilocycles", ".1f"),
+    "seconds": ("compile, s", ".0f"),
+}
+
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -40,8 +43,6 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-BUNDLE = re.compile(r"^\s*0x[0-9a-f]+\s+(?:[A-Z]{2})?\s*:\s*((?:>\s*)*)\{(.*)")
-DMA = re.compile(r"dma\.(?:hbm_to_vmem|vmem_to_hbm)\b[^;]*?/\*size_in_granules=\*/(\d+)")
 
 
 def main() -> None:
@@ -51,16 +52,20 @@ def main() -> None:
     parser.add_argument(
         "--blocks", help="query and key positions; those of the kernels if left out"
     )
+    parser.add_argument("--positions", type=int, default=2048)
+    parser.add_argument("--batch", type=int, help="sequences; of 16,384 positions if left out")
+    parser.add_argument("--streamed", action="store_true", help="kernels, where others fit too")
     parser.add_argument("--exact", action="store_true", help="with the context Σ_k Σ_j p h_j")
     parser.add_argument("--passes", default="forward,backward,both")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.batch = options.batch or max(1, 16384 // options.positions)
     if options.child:
         topology, size, what = options.child.split(",")
         print(json.dumps(measure(topology, size, what, options)))
         return
-    print("| device | size | pass | temporaries, MiB | moved, GB | kilocycles | compile, s |")
-    print("|---|---|---|---|---|---|---|")
+    titles = ["device", "size", "pass", *(title for title, _ in COLUMNS.values())]
+    print("| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", sep="\n")
     for topology in options.topology.split(","):
         for size in options.size.split(","):
             for what in options.passes.split(","):
@@ -78,192 +83,166 @@ def row(topology: str, size: str, what: str) -> str:
         return f"| {topology} | {size} | {what} | does not compile: {reason[:200]} |"
     found = json.loads(done.stdout.splitlines()[-1])
     cells = [found["device"], size, what]
-    cells += [f"{found[n]:{form}}" for n, form in FORMS.items()]
+    cells += [f"{found[n]:{form}}" for n, (_, form) in COLUMNS.items()]
     return "| " + " | ".join(cells) + " |"
 
 
 def measure(topology: str, size: str, what: str, options) -> dict:
     """One compilation, in a process whose environment asks for the dump."""
     import jax
-    from jax.experimental import topologies
+    from tpu_bundles import bytes_moved, cycles_of, dumped
 
+    from cem_jax.kernels import tpu
     from cem_jax.kernels.inputs import Plan
+    from cem_jax.parallel.topology import open_topology
 
-    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    device = open_topology(topology).devices[0]
     kind = jax.sharding.AbstractDevice(
         device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu"
     )
+    if options.streamed:
+        tpu.FORWARD, tpu.BACKWARD = tpu.FORWARD[-1:], tpu.BACKWARD[-1:]
     blocks = options.blocks and tuple(map(int, options.blocks.split(",")))
     dim, heads = SIZES[size]
     plan = Plan((dim / heads) ** 0.5, "summed" if options.exact else "none", blocks)
-    function, arguments = program(what, dim, heads, plan, jax.sharding.SingleDeviceSharding(device))
+    flat, bar, lse = shapes(dim, heads, options, jax.sharding.SingleDeviceSharding(device))
+    function = Program(heads, plan)
+    arguments = dict(forward=(flat,), backward=(flat, lse, bar[1], bar)).get(what, (flat, bar))
     began = time.perf_counter()
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",))
-        done = lowered.compile()
-        moved, cycles = 0, 0.0
-        for module, sizes in kernels(what, heads, arguments[0], plan):
-            text = dumped(module.__name__.rsplit(".", 1)[-1])
-            moved += bytes_moved(text, module, sizes)
-            cycles += cycles_of(text, module, sizes)
-    if what == "unfused":
-        moved = done.cost_analysis()["bytes accessed"]
+        traced = jax.jit(getattr(function, what)).trace(*arguments)
+        done = traced.lower(lowering_platforms=("tpu",)).compile()
+        moved, cycles, names = 0, 0.0, []
+        for module, sizes, together in function.kernels(what, flat):
+            text = dumped(module)
+            moved += options.batch * bytes_moved(text, module, sizes, kind.device_kind)
+            cycles += cycles_of(text, sizes, together)
+            names.append(f"{'s' if sizes.streamed else 'r'} {sizes.queries}×{sizes.keys}")
     return dict(
         device=device.device_kind,
+        kernels=", ".join(names),
         temporaries=done.memory_analysis().temp_size_in_bytes / 2**20,
-        gigabytes=moved / 1e9,
+        moved=moved / 1e9,
+        around=around_kernels(done.as_text()) / 1e9,
         kilocycles=cycles / 1e3,
         seconds=time.perf_counter() - began,
     )
 
 
-def program(what: str, dim: int, heads: int, plan, sharding):
-    """A function of arrays with positions last, and the shapes it is compiled for.
+def around_kernels(text: str) -> int:
+    """Bytes that XLA's own instructions move: a kernel's operands are not among them."""
+    from cem_jax.parallel import hlo, traffic
+
+    kernel = 'custom_call_target="tpu_custom_call"'
+    free = lambda line: line.replace(" custom-call(", " after-all(") if kernel in line else line
+    return traffic.bytes_moved(hlo.parse("\n".join(map(free, text.splitlines()))))
+
+
+def shapes(dim: int, heads: int, options, sharding):
+    """Of the inputs, the cotangents and lse, positions last.
 
     So XLA lays out what lies between a layer's products, whichever way its arguments come.
     """
     import jax
-    import jax.numpy as jnp
 
-    from cem_jax.kernels import dense, tpu
-
+    batch, positions = options.batch, options.positions
     shape = lambda *size, dtype="bfloat16": jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
-    wide = shape(BATCH, dim, POSITIONS)
-    f32 = shape(BATCH, dim, POSITIONS, dtype="float32")
+    wide = shape(batch, dim, positions)
+    f32 = shape(batch, dim, positions, dtype="float32")
     scalars = shape(heads, dtype="float32")
+    lse = shape(batch, heads, positions, dtype="float32")
     flat = dict(q=wide, k=wide, g=wide, h=wide, slopes=scalars, self_bias=scalars)
-    lse = shape(BATCH, heads, POSITIONS, dtype="float32")
-    bar = (lse, f32, f32 if plan.context == "summed" else None)
-    last = lambda x: jnp.swapaxes(x.reshape(BATCH, POSITIONS, -1), 1, 2)
-    cotangents = lambda bar: (
-        bar[0],
-        by_head(bar[1], heads),
-        None if bar[2] is None else first(bar[2]),
-    )
-
-    def forward(flat):
-        lse, o, a = tpu.forward(inputs_of(flat, heads), plan)
-        return lse, last(o), None if a is None else last(a)
-
-    def backward(flat, lse, o, bar):
-        inputs, o_BJKR = inputs_of(flat, heads), by_head(o, heads)
-        return flattened(tpu.backward(inputs, plan, lse, o_BJKR, None, cotangents(bar)))
-
-    def unfused(flat, bar):
-        attend = lambda t: dense.attend(t, plan.tau, plan.context)
-        pull_back = jax.vjp(attend, inputs_of(flat, heads))[1]
-        return flattened(pull_back(cotangents(bar))[0])
-
-    def flattened(gradients):
-        leaves = jax.tree.leaves(gradients)
-        return [x if x.ndim == 1 else last(x) for x in leaves]
-
-    def both(flat, bar):
-        lse, o, _ = forward(flat)
-        return backward(flat, lse, o, bar)
-
-    arguments = dict(forward=(flat,), backward=(flat, lse, f32, bar))
-    functions = dict(forward=forward, backward=backward, both=both, unfused=unfused)
-    return functions[what], arguments.get(what, (flat, bar))
+    return flat, (lse, f32, f32 if options.exact else None), lse
 
 
-def first(x):
-    import jax.numpy as jnp
+class Program:
+    """The programs that are compiled, of arrays with positions last."""
 
-    return jnp.swapaxes(x, 1, 2)
+    def __init__(self, heads: int, plan):
+        self.heads, self.plan = heads, plan
+
+    def forward(self, flat):
+        from cem_jax.kernels import tpu
+
+        return self._forward(tpu, flat)
+
+    def backward(self, flat, lse, o, bar):
+        from cem_jax.kernels import tpu
+
+        return self._backward(tpu, flat, lse, o, bar)
+
+    def both(self, flat, bar):
+        from cem_jax.kernels import tpu
+
+        return self._both(tpu, flat, bar)
+
+    def blockwise(self, flat, bar):
+        from cem_jax.kernels import blockwise
+
+        return self._both(blockwise, flat, bar)
+
+    def unfused(self, flat, bar):
+        import jax
+
+        from cem_jax.kernels import dense
+
+        attend = lambda t: dense.attend(t, self.plan.tau, self.plan.context)
+        pull_back = jax.vjp(attend, self._inputs(flat))[1]
+        return self._flattened(pull_back(self._cotangents(bar))[0])
+
+    def kernels(self, what: str, flat):
+        """(module, sizes, heads at a time) of each kernel in the program."""
+        import jax
+
+        from cem_jax.kernels import tpu, tpu_backward, tpu_forward
+        from cem_jax.kernels.tpu_call import fitted
+
+        inputs = jax.eval_shape(self._inputs, flat)
+        if what in ("forward", "both"):
+            yield *fitted(tpu.FORWARD, inputs, self.plan), tpu_forward.HEADS_TOGETHER
+        if what in ("backward", "both"):
+            yield *fitted(tpu.BACKWARD, inputs, self.plan), tpu_backward.HEADS_TOGETHER
+
+    def _both(self, module, flat, bar):
+        lse, o, _ = self._forward(module, flat)
+        return self._backward(module, flat, lse, o, bar)
+
+    def _forward(self, module, flat):
+        lse, o, a = module.forward(self._inputs(flat), self.plan)
+        return lse, _last(o), None if a is None else _last(a)
+
+    def _backward(self, module, flat, lse, o, bar):
+        inputs, o_BJKR, bar = self._inputs(flat), self._by_head(o), self._cotangents(bar)
+        return self._flattened(module.backward(inputs, self.plan, lse, o_BJKR, None, bar))
+
+    def _inputs(self, flat: dict):
+        from cem_jax.kernels.inputs import Inputs
+
+        split = {n: self._by_head(flat[n]) for n in ("q", "k")}
+        shared = {n: _first(flat[n]) for n in ("g", "h")}
+        return Inputs(**{**dict.fromkeys(Inputs._fields), **flat, **split, **shared})
+
+    def _cotangents(self, bar):
+        dlse, do, da = bar
+        return dlse, self._by_head(do), None if da is None else _first(da)
+
+    def _by_head(self, x):
+        x = _first(x)
+        return x.reshape(*x.shape[:2], self.heads, -1)
+
+    def _flattened(self, gradients):
+        import jax
+
+        return [x if x.ndim == 1 else _last(x) for x in jax.tree.leaves(gradients)]
 
 
-def by_head(x, heads: int):
-    return first(x).reshape(BATCH, POSITIONS, heads, -1)
+def _first(x):
+    return x.swapaxes(1, 2)
 
 
-def inputs_of(flat: dict, heads: int):
-    from cem_jax.kernels.inputs import Inputs
-
-    split = {n: by_head(flat[n], heads) for n in ("q", "k")}
-    shared = {n: first(flat[n]) for n in ("g", "h")}
-    return Inputs(**{**dict.fromkeys(Inputs._fields), **flat, **split, **shared})
-
-
-def kernels(what: str, heads: int, flat: dict, plan):
-    """(module, sizes) of each kernel in the program."""
-    import jax
-
-    from cem_jax.kernels import tpu_backward, tpu_forward
-    from cem_jax.kernels.tpu_call import fitted
-
-    inputs = jax.eval_shape(lambda flat: inputs_of(flat, heads), flat)
-    if what in ("forward", "both"):
-        yield tpu_forward, fitted(tpu_forward, inputs, plan)
-    if what in ("backward", "both"):
-        yield tpu_backward, fitted(tpu_backward, inputs, plan)
-
-
-# What the dump says.
-
-
-def dumped(name: str) -> list[str]:
-    """Lines of a kernel's final bundles."""
-    files = Path(os.environ["CEM_DUMP"]).glob(f"*{name}*-final_bundles.txt")
-    found = [x for x in files if "schedule-analysis" not in x.name]
-    return max(found, key=lambda x: x.stat().st_size).read_text(errors="ignore").splitlines()
-
-
-def bytes_moved(text: list[str], module, sizes) -> int:
-    """Between HBM and VMEM over the grid: a kept block moves once a batch element, others each."""
-    from cem_jax.kernels.tpu_call import KEPT, shape_of
-    from cem_jax.kernels.tpu_plan import padded_bytes
-
-    kept = {padded_bytes(*shape_of(n, sizes)) for n in module.arrays(sizes)[1] if n in KEPT}
-    total = 0
-    for line in text:
-        for granules in DMA.findall(line):
-            size = int(granules) * GRANULE
-            total += size * (1 if size in kept else sizes.positions // sizes.queries)
-    return total * BATCH
-
-
-def cycles_of(text: list[str], module, sizes) -> float:
-    """Bundles of each loop times how often it runs, for one batch element.
-
-    Depth 1 is the grid. Each sweep over the keys is a loop of depth 2 over whole tiles, a loop of
-    depth 3 over heads inside, then for each tile on the diagonal one of depth 2 over heads. What is
-    done once a batch element counts as if each block of queries did it.
-    """
-    together = max(n for n in range(1, module.HEADS_TOGETHER + 1) if sizes.heads % n == 0)
-    steps = sizes.heads // together
-    programs, ratio = sizes.positions // sizes.queries, sizes.queries // sizes.keys
-    whole = ratio * programs * (programs - 1) // 2
-    total, on_diagonal = 0, 0
-    for depth, loop in loops(text):
-        if depth == 1:
-            total += programs * len(loop)
-        elif max(loop) >= 3:
-            total += whole * sum(steps if d >= 3 else 1 for d in loop)
-            on_diagonal = ratio
-        elif on_diagonal:
-            total += programs * steps * len(loop)
-            on_diagonal -= 1
-        else:
-            total += programs * len(loop)
-    return total
-
-
-def loops(text: list[str]) -> list:
-    """Runs of bundles (1 or 2, their depths): of depth 1, and of deeper ones.
-
-    A handful of either is the turning of a loop or a branch inside it, and joins its neighbour.
-    """
-    depths = [m.group(1).count(">") for m in map(BUNDLE.match, text) if m]
-    found: list = []
-    for kind, run in itertools.groupby((d for d in depths if d), key=lambda d: min(d, 2)):
-        run = list(run)
-        if found and (len(run) < HANDFUL or found[-1][0] == kind):
-            found[-1][1].extend(run)
-        else:
-            found.append((kind, run))
-    return found
+def _last(x):
+    return x.reshape(*x.shape[:2], -1).swapaxes(1, 2)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,36 @@
 """Attention, its keys as values or with values of their own, fused for TPUs: Pallas, Mosaic.
 
-What `blockwise` computes, in one kernel forward and one backward; `tpu_forward` and `tpu_backward`
-hold the mathematics. Here are the layouts in HBM, the grid and what cannot run.
-
-In HBM arrays are [B, K·R, J] and [B, D, J], positions last: XLA itself lays a [B, J, D] of 672
-columns out so, since nothing is padded then, and the transpose moves nothing. J is padded with
-zeros to whole blocks: no real query sees a padded key, and a padded query has no cotangent.
+What `blockwise` computes, in one kernel forward and one backward, of two kinds: resident ones keep
+all keys of a sequence in VMEM (`tpu_forward`, `tpu_backward`: they hold the mathematics), streamed
+ones a block of them (`tpu_streamed_forward`, `tpu_streamed_backward`), for what does not fit.
+`tpu_layout` says how arrays lie in HBM. Here: which kernel runs, and what cannot.
 """
 
-from cem_jax.kernels import tpu_backward, tpu_forward
+import jax.numpy as jnp
+
+from cem_jax.kernels import (
+    tpu_backward,
+    tpu_forward,
+    tpu_streamed_backward,
+    tpu_streamed_forward,
+)
 from cem_jax.kernels.inputs import Inputs, Plan
-from cem_jax.kernels.tpu_call import SCALARS, call, fitted, needed, positions_first
-from cem_jax.kernels.tpu_plan import LANES, vmem_capacity
+from cem_jax.kernels.tpu_call import call, fitted, needed
+from cem_jax.kernels.tpu_layout import SCALARS, restore
+from cem_jax.kernels.tpu_plan import LANES, Sizes, vmem_capacity
 
 DTYPES = ("bfloat16", "float16", "float32")
+# Resident first: nothing moves twice
+FORWARD = (tpu_forward, tpu_streamed_forward)
+BACKWARD = (tpu_backward, tpu_streamed_backward)
 
 
 def forward(inputs: Inputs, plan: Plan):
     """lse [B, K, J], o [B, J, K, R], a [B, J, D] or None, in float32."""
-    sizes = fitted(tpu_forward, inputs, plan)
-    found = call(tpu_forward, sizes, plan.interpret, _computable(inputs, sizes)._asdict())
-    o_BJKR = positions_first(found["o"], inputs.q.shape)
-    a_BJD = positions_first(found["a"], inputs.h.shape) if sizes.exact else None
+    kernel, sizes = fitted(FORWARD, inputs, plan)
+    found = call(kernel, sizes, plan.interpret, _computable(inputs, sizes)._asdict())
+    o_BJKR = restore(found["o"], inputs.q.shape)
+    a_BJD = restore(found["a"], inputs.h.shape) if sizes.exact else None
     return found["lse"][..., : inputs.q.shape[1]], o_BJKR, a_BJD
 
 
@@ -31,16 +40,20 @@ def backward(inputs: Inputs, plan: Plan, lse, o, a, cotangents) -> Inputs:
     `lse`, `o`, `a` are the forward's, `cotangents` theirs. `a` is not needed.
     """
     del a
-    sizes = fitted(tpu_backward, inputs, plan)
-    arrays = _computable(inputs, sizes)._asdict() | dict(lse=lse, o=o)
-    arrays |= dict(zip(("dlse", "do", "da"), cotangents, strict=True))
-    found = call(tpu_backward, sizes, plan.interpret, arrays)
+    kernel, sizes = fitted(BACKWARD, inputs, plan)
+    dlse, do, da = cotangents
+    # do is rounded first: do·k − do·o of a row that sees one key is then 0 in low precision too
+    do = do.astype(sizes.dtype)
+    do_o_BJK = (do.astype(jnp.float32) * o).sum(-1)
+    delta_BKJ = jnp.swapaxes(do_o_BJK, 1, 2) - dlse
+    arrays = _computable(inputs, sizes)._asdict() | dict(lse=lse, delta=delta_BKJ, do=do, da=da)
+    found = call(kernel, sizes, plan.interpret, arrays)
 
     def gradient(name, x):
         if f"d{name}" not in found:
             return None
         d = found[f"d{name}"]
-        d = d.sum((0, 2, 3)) if name in SCALARS else positions_first(d, x.shape)
+        d = d.sum((0, 2, 3)) if name in SCALARS else restore(d, x.shape)
         return d.astype(x.dtype)
 
     return Inputs(**{name: gradient(name, x) for name, x in inputs._asdict().items()})
@@ -59,17 +72,18 @@ def obstacle(inputs: Inputs, plan: Plan) -> str | None:
                 f"block sizes for TPU are multiples of {LANES}, the query block one of the key "
                 f"block; got {plan.blocks}"
             )
-    need = max(needed(x, fitted(x, inputs, plan)) for x in (tpu_forward, tpu_backward))
+    need = max(needed(*fitted(kernels, inputs, plan)) for kernels in (FORWARD, BACKWARD))
     need, room = need / 2**20, vmem_capacity() / 2**20
     if need > room:
+        _, _, heads, width = inputs.q.shape
         return (
-            f"{inputs.q.shape[1]} positions of this shape take {need:.0f} MiB of VMEM; "
+            f"a block of {heads} heads of {width} columns takes {need:.0f} MiB of VMEM; "
             f"the device has {room:.0f}"
         )
     return None
 
 
-def _computable(inputs: Inputs, sizes) -> Inputs:
+def _computable(inputs: Inputs, sizes: Sizes) -> Inputs:
     """In the kernels' type."""
     cast = lambda x: x if x is None else x.astype(sizes.dtype)
     return Inputs(*map(cast, inputs[:5]), *inputs[5:])

@@ -1,21 +1,23 @@
-"""Attention, its keys as values, on a TPU: the backward kernel, one sweep over the tiles.
+"""Attention, its keys as values, on a TPU: the resident backward kernel, one sweep over the tiles.
 
 One program a batch element and block of queries, in order of position; all heads inside. Legend and
-layouts: `tpu_tiles`. Per tile and head, with S̄ the sum over heads of dS where they share g:
+layouts: `tpu_tiles`; `tpu_streamed_backward` does the same to each tile. Per tile and head, with S̄
+the sum over heads of dS where they share g:
 
     p = exp(s − lse)        dS = p (v·doᵀ + E − Δ)      E = h·eᵀ, e the context's cotangent
     dqᵀ += kᵀ dS            dkᵀ += qᵀ dSᵀ + doᵀ pᵀ      (dvᵀ += doᵀ pᵀ with values of their own)
     dgᵀ += hᵀ S̄             dhᵀ += gᵀ S̄ᵀ + eᵀ Aᵀ        A = Σ_k p
 
 dk and dh stay in VMEM over the query blocks of a batch element and are written once, so sums run in
-one order. Δ = do·o − dlse + Σ_j p E; its last part takes a sweep of its own before.
+one order. Δ = do·o − dlse + Σ_j p E; its last part takes a sweep of its own before, the rest is an
+input.
 """
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from cem_jax.kernels.tpu_call import given
+from cem_jax.kernels.tpu_layout import flat, given, gradients
 from cem_jax.kernels.tpu_plan import LANES, Sizes
 from cem_jax.kernels.tpu_tiles import (
     LOG2E,
@@ -32,34 +34,29 @@ from cem_jax.kernels.tpu_tiles import (
     span,
 )
 
-BLOCKS = ((512, 256), (256, 256), (128, 128))
+STREAMED = False
+BLOCKS = ((512, 256), (256, 256))  # smaller ones are slower than streaming
 HEADS_TOGETHER = 2
+operand = flat
 
 
 def arrays(sizes: Sizes):
     """Names of what comes in and goes out."""
-    inputs = given(sizes)
-    cotangents = ("dlse", "do", *(("da",) if sizes.exact else ()))
-    gradients = tuple(f"d{name}" for name in inputs if name != "segments")
-    return (*inputs, "lse", "o", *cotangents), gradients
+    cotangents = ("do", *(("da",) if sizes.exact else ()))
+    return (*given(sizes), "lse", "delta", *cotangents), gradients(sizes)
 
 
 def scratch(sizes: Sizes) -> dict:
     """(shape, dtype) of what the kernel keeps."""
     heads, rows, positions, queries = sizes.heads, sizes.rows, sizes.positions, sizes.queries
     model, dtype, f32 = sizes.model, sizes.dtype, jnp.float32
-    tile = ((sizes.keys, queries), f32)
     of_queries, of_keys = (heads, rows, queries), (heads, rows, positions)
-    kept = dict(
+    kept = sums(sizes) | dict(
         k=((heads, positions, rows), dtype),
         kT=(of_keys, dtype),
         qT=(of_queries, dtype),
         doT=(of_queries, dtype),
-        minus_lse=((heads, 1, queries), f32),  # −lse without the query's bias, times log₂e
-        delta=((heads, 1, queries), f32),
-        dqT=(of_queries, f32),
         dkT=(of_keys, f32),
-        shared=tile,
     )
     if sizes.values:
         kept |= dict(v=((heads, positions, rows), dtype), dvT=(of_keys, f32))
@@ -69,14 +66,31 @@ def scratch(sizes: Sizes) -> dict:
             hT=((model, positions), dtype),
             dhT=((model, positions), f32),
         )
-    if sizes.diagonal == "shared":
-        kept |= dict(dgT=((model, queries), f32), ds_sum=tile)
-    elif sizes.diagonal == "per_head":
-        kept |= dict(gT=((heads, model, queries), dtype), dgT=((heads, model, queries), f32))
+    if sizes.diagonal == "per_head":
+        kept |= dict(gT=((heads, model, queries), dtype))
     if sizes.exact:
-        kept |= dict(eT=((model, queries), dtype), p_sum=tile, context=tile)
+        kept |= dict(eT=((model, queries), dtype))
     if sizes.segments:
         kept |= dict(segment_columns=((positions, LANES), jnp.int32))
+    return kept
+
+
+def sums(sizes: Sizes) -> dict:
+    """(shape, dtype) of what a block of queries adds up, and of what the heads of a tile share."""
+    of_queries = lambda *rows: ((*rows, sizes.queries), jnp.float32)
+    tile = of_queries(sizes.keys)
+    kept = dict(
+        minus_lse=of_queries(sizes.heads, 1),  # −lse without the query's bias, times log₂e
+        delta=of_queries(sizes.heads, 1),
+        dqT=of_queries(sizes.heads, sizes.rows),
+        shared=tile,
+    )
+    if sizes.diagonal == "shared":
+        kept |= dict(dgT=of_queries(sizes.model), ds_sum=tile)
+    elif sizes.diagonal == "per_head":
+        kept |= dict(dgT=of_queries(sizes.heads, sizes.model))
+    if sizes.exact:
+        kept |= dict(p_sum=tile, context=tile)
     return kept
 
 
@@ -84,22 +98,21 @@ def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
     i = pl.program_id(1)
     refs = {**kept, **{n: inputs[n] for n in ("slopes", "self_bias", "segments") if n in inputs}}
     refs |= {n: outputs[n] for n in ("dslopes", "dself_bias") if n in outputs}
-    pl.when(i == 0)(lambda: _start(refs, sizes))
+    pl.when(i == 0)(lambda: clear(refs, "dkT", "dvT", "dhT", "dslopes", "dself_bias"))
     _lay_out(inputs, refs, i, sizes)
-    for name in ("dqT", "dgT"):
-        if name in refs:
-            refs[name][...] = jnp.zeros_like(refs[name])
+    start_queries(inputs, refs, sizes)
     if sizes.exact:
-        for_each_tile(lambda tile: _complete_delta(tile, refs), i, sizes)
-    for_each_tile(lambda tile: _visit(tile, refs), i, sizes)
-    _finish_queries(outputs, refs, sizes)
+        for_each_tile(lambda tile: complete_delta(tile, refs), i, sizes)
+    for_each_tile(lambda tile: visit(tile, refs), i, sizes)
+    finish_queries(outputs, refs, sizes)
     pl.when(i == pl.num_programs(1) - 1)(lambda: _finish_keys(outputs, refs, sizes))
 
 
-def _start(refs: dict, sizes: Sizes):
-    for name in ("dkT", "dvT", "dhT", "dslopes", "dself_bias"):
+def clear(refs: dict, *names):
+    """Zeros into those that there are."""
+    for name in names:
         if name in refs:
-            refs[name][...] = jnp.zeros_like(refs[name])
+            refs[name][...] = jnp.zeros(refs[name].shape, refs[name].dtype)
 
 
 def _lay_out(inputs: dict, refs: dict, i, sizes: Sizes):
@@ -110,17 +123,18 @@ def _lay_out(inputs: dict, refs: dict, i, sizes: Sizes):
         lay_out_heads(inputs["v"], sizes, columns=(refs["v"], start))
     lay_out_diagonal(inputs, refs, start, sizes)
     if sizes.exact:
-        refs["eT"][...] = inputs["da"][...].astype(sizes.dtype)
+        refs["eT"][...] = inputs["da"][...]
     if sizes.segments:
         lay_out_segments(refs["segments"], refs["segment_columns"], start, sizes)
-    # do is rounded first: do·k − do·o of a row that sees one key is then 0 in low precision too
-    do_DI = inputs["do"][...].astype(sizes.dtype)
-    lay_out_heads(do_DI, sizes, rows=(refs["doT"], 0))
-    do_o_DI = do_DI.astype(jnp.float32) * inputs["o"][...]
+    lay_out_heads(inputs["do"], sizes, rows=(refs["doT"], 0))
+
+
+def start_queries(inputs: dict, refs: dict, sizes: Sizes):
+    """Of a block: what its rows are computed with, and nothing added up yet."""
+    clear(refs, "dqT", "dgT")
     for head in range(sizes.heads):
-        do_o_1I = do_o_DI[head_slice(head, sizes.width)].sum(0, keepdims=True)
         row = slice(head, head + 1)
-        refs["delta"][head] = do_o_1I - inputs["dlse"][row, :]
+        refs["delta"][head] = inputs["delta"][row, :]
         lse_1I = inputs["lse"][row, :]
         if sizes.slopes:
             lse_1I = lse_1I + query_bias(refs["slopes"], head, sizes)
@@ -139,36 +153,35 @@ def _share_context(strips: list, refs: dict):
         refs["context"][strip.rows, strip.lanes] = context_NI
 
 
-def _complete_delta(tile: Tile, refs: dict):
+def complete_delta(tile: Tile, refs: dict):
     """Δ += Σ_j p E over one tile."""
     strips = tile.strips()
     share_scores(strips, refs)
     _share_context(strips, refs)
 
-    def visit(head):
+    def add(head):
         for strip in strips:
             p_NI = _probabilities(strip, refs, head)
             mean_1I = (p_NI * refs["context"][strip.rows, strip.lanes]).sum(0, keepdims=True)
             refs["delta"][head, :, strip.lanes] += mean_1I
 
-    for_each_head(visit, tile.sizes, HEADS_TOGETHER)
+    for_each_head(add, tile.sizes, HEADS_TOGETHER)
 
 
-def _visit(tile: Tile, refs: dict):
+def visit(tile: Tile, refs: dict):
+    """Every gradient's part from one tile."""
     sizes = tile.sizes
     strips = tile.strips()
     share_scores(strips, refs)
     if sizes.exact:
         _share_context(strips, refs)
-    for name in ("ds_sum", "p_sum"):
-        if name in refs:
-            refs[name][...] = jnp.zeros_like(refs[name])
+    clear(refs, "ds_sum", "p_sum")
 
-    def visit(head):
+    def add(head):
         for strip in strips:
             _visit_strip(strip, refs, head)
 
-    for_each_head(visit, sizes, HEADS_TOGETHER)
+    for_each_head(add, sizes, HEADS_TOGETHER)
     # a whole tile in one product each; on the diagonal, strips see different keys
     for part in [tile] if tile.behind is None else strips:
         _add_shared_gradients(part, refs)
@@ -230,7 +243,7 @@ def _add_bias_gradients(strip: Tile, refs: dict, head, ds_NI):
         refs["dself_bias"][head, :, lanes] += own_NI.sum(0, keepdims=True)
 
 
-def _finish_queries(outputs: dict, refs: dict, sizes: Sizes):
+def finish_queries(outputs: dict, refs: dict, sizes: Sizes):
     for head in range(sizes.heads):
         dq_RI = refs["dqT"][head, : sizes.width]
         outputs["dq"][head_slice(head, sizes.width), :] = dq_RI.astype(sizes.dtype)

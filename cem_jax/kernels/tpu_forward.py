@@ -1,7 +1,8 @@
-"""Attention, its keys as values, on a TPU: the forward kernel.
+"""Attention, its keys as values, on a TPU: the resident forward kernel, with all keys in VMEM.
 
 One program a batch element and block of queries, in order of position; all heads inside. Legend and
-layouts: `tpu_tiles`. Per tile and head, with the running maximum M and total l of a query:
+layouts: `tpu_tiles`; `tpu_streamed_forward` does the same to each tile. Per tile and head, with the
+running maximum M and total l of a query:
 
     s = k·qᵀ + C     C = h·gᵀ once for all heads     p = exp(s − M)     oᵀ += vᵀ p     l += Σ p
 
@@ -11,7 +12,7 @@ With a context, a second sweep adds up A = Σ_k p/l, and aᵀ = hᵀ A.
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from cem_jax.kernels.tpu_call import given
+from cem_jax.kernels.tpu_layout import flat, given
 from cem_jax.kernels.tpu_plan import LANES, Sizes
 from cem_jax.kernels.tpu_tiles import (
     LN2,
@@ -27,8 +28,10 @@ from cem_jax.kernels.tpu_tiles import (
     share_scores,
 )
 
-BLOCKS = ((512, 512), (256, 256), (128, 128))
+STREAMED = False
+BLOCKS = ((512, 512), (512, 256))  # smaller ones are slower than streaming: docs/kernels-tpu.md
 HEADS_TOGETHER = 6
+operand = flat
 
 
 def arrays(sizes: Sizes):
@@ -39,25 +42,34 @@ def arrays(sizes: Sizes):
 def scratch(sizes: Sizes) -> dict:
     """(shape, dtype) of what the kernel keeps."""
     heads, rows, positions, queries = sizes.heads, sizes.rows, sizes.positions, sizes.queries
-    dtype, f32 = sizes.dtype, jnp.float32
-    kept = dict(
+    dtype = sizes.dtype
+    kept = sums(sizes) | dict(
         k=((heads, positions, rows), dtype),
         vT=((heads, rows, positions), dtype),
         qT=((heads, rows, queries), dtype),
-        peak=((heads, 1, queries), f32),
-        total=((heads, 1, queries), f32),
-        oT=((heads, rows, queries), f32),
-        shared=((sizes.keys, queries), f32),
     )
     if sizes.diagonal != "none":
         kept |= dict(h=((positions, sizes.model), dtype))
     if sizes.diagonal == "per_head":
         kept |= dict(gT=((heads, sizes.model, queries), dtype))
     if sizes.exact:
-        kept |= dict(hT=((sizes.model, positions), dtype), aT=((sizes.model, queries), f32))
-        kept |= dict(shares=((sizes.keys, queries), f32))
+        kept |= dict(hT=((sizes.model, positions), dtype))
     if sizes.segments:
         kept |= dict(segment_columns=((positions, LANES), jnp.int32))
+    return kept
+
+
+def sums(sizes: Sizes) -> dict:
+    """(shape, dtype) of what a block of queries adds up, and of what the heads of a tile share."""
+    of_queries = lambda *rows: ((*rows, sizes.queries), jnp.float32)
+    kept = dict(
+        peak=of_queries(sizes.heads, 1),
+        total=of_queries(sizes.heads, 1),
+        oT=of_queries(sizes.heads, sizes.rows),
+        shared=of_queries(sizes.keys),
+    )
+    if sizes.exact:
+        kept |= dict(aT=of_queries(sizes.model), shares=of_queries(sizes.keys))
     return kept
 
 
@@ -65,14 +77,11 @@ def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
     i = pl.program_id(1)
     refs = {**kept, **{n: inputs[n] for n in ("slopes", "self_bias", "segments") if n in inputs}}
     _lay_out(inputs, refs, i, sizes)
-    refs["peak"][...] = jnp.full_like(refs["peak"], -jnp.inf)
-    refs["total"][...] = jnp.zeros_like(refs["total"])
-    refs["oT"][...] = jnp.zeros_like(refs["oT"])
-    for_each_tile(lambda tile: _attend_to(tile, refs), i, sizes)
-    _finish(outputs, refs, sizes)
+    start(refs)
+    for_each_tile(lambda tile: attend_to(tile, refs), i, sizes)
+    finish(outputs, refs, sizes)
     if sizes.exact:
-        refs["aT"][...] = jnp.zeros_like(refs["aT"])
-        for_each_tile(lambda tile: _average(tile, refs), i, sizes)
+        for_each_tile(lambda tile: average(tile, refs), i, sizes)
         outputs["a"][...] = refs["aT"][...]
 
 
@@ -90,7 +99,15 @@ def _lay_out(inputs: dict, refs: dict, i, sizes: Sizes):
         lay_out_segments(refs["segments"], refs["segment_columns"], start, sizes)
 
 
-def _attend_to(tile: Tile, refs: dict):
+def start(refs: dict):
+    """Of a block of queries."""
+    refs["peak"][...] = jnp.full_like(refs["peak"], -jnp.inf)
+    for name in ("total", "oT", "aT"):
+        if name in refs:
+            refs[name][...] = jnp.zeros_like(refs[name])
+
+
+def attend_to(tile: Tile, refs: dict):
     sizes = tile.sizes
     strips = tile.strips()
     share_scores(strips, refs)
@@ -124,7 +141,8 @@ def _attend_strip(strip: Tile, refs: dict, head) -> dict:
     )
 
 
-def _finish(outputs: dict, refs: dict, sizes: Sizes):
+def finish(outputs: dict, refs: dict, sizes: Sizes):
+    """lse and o, once every tile was attended to."""
     for head in range(sizes.heads):
         total_1I = refs["total"][head]
         lse_1I = refs["peak"][head] * LN2 + jnp.log(total_1I)
@@ -135,7 +153,7 @@ def _finish(outputs: dict, refs: dict, sizes: Sizes):
         outputs["o"][head_slice(head, sizes.width), :] = o_RI
 
 
-def _average(tile: Tile, refs: dict):
+def average(tile: Tile, refs: dict):
     """aᵀ += hᵀ A over one tile, once the softmax of every head is known."""
     sizes = tile.sizes
     strips = tile.strips()

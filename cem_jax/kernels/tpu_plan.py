@@ -1,7 +1,7 @@
-"""What is static in a TPU kernel's call: its sizes, its blocks, and whether its working set fits.
+"""What is static in a TPU kernel's call: its sizes and blocks, and what VMEM there is.
 
-A program holds a block of queries, and everything of the keys up to it, in VMEM: the working set
-grows with J·D.
+A resident kernel holds a block of queries, and everything of the keys up to it, in VMEM: its
+working set grows with J·D. A streamed one holds a block of either.
 """
 
 from math import ceil, lcm
@@ -39,13 +39,43 @@ class Sizes(NamedTuple):
     self_bias: bool
     segments: bool
     dtype: jnp.dtype
+    streamed: bool  # keys come a block at a time
 
     @property
     def precision(self):
         return jax.lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
 
+    @property
+    def ratio(self) -> int:
+        """Key blocks of a query block."""
+        return self.queries // self.keys
 
-def sizes_of(inputs: Inputs, plan: Plan, default: tuple[int, int]) -> Sizes:
+    @property
+    def query_blocks(self) -> int:
+        return self.positions // self.queries
+
+    @property
+    def key_blocks(self) -> int:
+        return self.positions // self.keys
+
+    @property
+    def sweeps(self) -> int:
+        """Over the keys, for each block of queries."""
+        return 2 if self.exact else 1
+
+    # A streamed sweep goes through all blocks of keys, the last first: steps beyond the diagonal,
+    # which do nothing, then come before those that read, and the first block that is read has its
+    # time to arrive.
+
+    def key_block(self, step):
+        return self.key_blocks - 1 - step
+
+    def last_key_block(self, i):
+        """Seen by query block i."""
+        return (i + 1) * self.ratio - 1
+
+
+def sizes_of(inputs: Inputs, plan: Plan, default: tuple[int, int], streamed: bool) -> Sizes:
     """`default`: query and key positions of a block where the plan leaves them open."""
     _, positions, heads, width = inputs.q.shape
     queries, keys = plan.blocks or fitted_blocks(positions, default)
@@ -67,6 +97,7 @@ def sizes_of(inputs: Inputs, plan: Plan, default: tuple[int, int]) -> Sizes:
         segments=inputs.segments is not None,
         # the matrix unit takes no float16, and bfloat16 has fewer digits
         dtype=jnp.dtype(jnp.bfloat16 if inputs.q.dtype == jnp.bfloat16 else jnp.float32),
+        streamed=streamed,
     )
 
 

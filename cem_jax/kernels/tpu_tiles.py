@@ -10,10 +10,12 @@ Scratch, laid out once a block and kept while its batch element lasts:
 
     k, v [K, J, S]  kT, vT [K, S, J]  h [J, D]  hT [D, J]  qT, doT [K, S, I]  gT [D, I], [K, D, I]
 
-A block of queries sees no later key, so keys are laid out as their block comes by.
+A block of queries sees no later key, so resident kernels lay keys out as their block comes by. To
+streamed kernels all of these come laid out, a block of keys in place of J.
 """
 
 import math
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
@@ -117,7 +119,7 @@ class Tile:
         count = sizes.keys
         if behind is not None:  # keys after the strip's last query are left out
             count = min(count, strip[1] - behind)
-        self.keys = span(first_key, count)
+        self.keys = slice(0, count) if sizes.streamed else span(first_key, count)
         self.rows = slice(0, count)
         self.shape = (count, strip[1] - strip[0])
         self.crossing = behind is not None and behind + count - 1 > strip[0]
@@ -200,13 +202,25 @@ def query_bias(slopes_ref, head, sizes: Sizes):
 
 
 def for_each_tile(visit, i, sizes: Sizes):
-    """visit(tile) for the tiles of query block i: whole ones, then those on the diagonal."""
+    """Resident: visit(tile) for those of query block i, whole ones, then those on the diagonal."""
 
     def whole(j, _):
         visit(Tile(sizes, i, j * sizes.keys, (0, sizes.queries), None))
         return 0
 
-    lax.fori_loop(0, i * (sizes.queries // sizes.keys), whole, 0)
+    lax.fori_loop(0, i * sizes.ratio, whole, 0)
     for behind in range(0, sizes.queries, sizes.keys):
         first_key = i * sizes.queries + behind
         visit(Tile(sizes, i, first_key, (behind, sizes.queries), behind))
+
+
+def at_tile(visit, i, j, sizes: Sizes):
+    """Streamed: visit(tile) for that of query block i and key block j, unless it is all hidden."""
+
+    def see(behind):
+        lanes = (behind or 0, sizes.queries)
+        visit(Tile(sizes, i, j * sizes.keys, lanes, behind))
+
+    pl.when(j < i * sizes.ratio)(partial(see, None))
+    for n in range(sizes.ratio):
+        pl.when(j == i * sizes.ratio + n)(partial(see, n * sizes.keys))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from attention_oracle import compiled_quickly, random_inputs
+from jax.experimental.pallas import tpu as pltpu
 
 from cem_jax.kernels import dense
 from cem_jax.kernels.inputs import Inputs, Plan
@@ -90,6 +91,15 @@ def run(module, inputs: Inputs, context="none", blocks=SMALL, interpret=True):
     return compiled_quickly(fused(module, plan), inputs, bar)(inputs, bar)
 
 
+def run_watched(capfd, caplog, module, inputs: Inputs, context, blocks):
+    """As `run`, on a TPU's interpreter: memory is NaN before it is written, and no copy races."""
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    found = jax.block_until_ready(run(module, inputs, context, blocks, params))
+    # printed by older versions of JAX, logged by newer ones
+    assert "RACE" not in capfd.readouterr().out + caplog.text
+    return found
+
+
 def check(module, inputs: Inputs, context="none", blocks=SMALL, tolerance=1e-5) -> None:
     """Outputs and gradients of the kernels are those of `dense`."""
     outputs, gradients = run(module, inputs, context, blocks)
@@ -107,3 +117,20 @@ def check(module, inputs: Inputs, context="none", blocks=SMALL, tolerance=1e-5) 
         x, y = getattr(gradients, name), getattr(expected_gradients, name)
         if x is not None:
             assert (np.abs(x - y) <= tolerance * np.asarray(size)).all(), name
+
+
+def on_device(kind: str):
+    """As if compiling for a TPU of this kind."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
+
+def shapes(positions, *, heads, width, dtype=jnp.bfloat16, batch=2, diagonal="shared") -> Inputs:
+    """Of a call with biases and documents."""
+    of = lambda *shape, t=dtype: jax.ShapeDtypeStruct((batch, positions, *shape), t)
+    dim = heads * width
+    g = {"none": None, "shared": of(dim), "per_head": of(heads, dim)}[diagonal]
+    scalars = jax.ShapeDtypeStruct((heads,), jnp.float32)
+    h = None if g is None else of(dim)
+    each = of(heads, width)
+    return Inputs(each, each, None, g, h, scalars, scalars, of(t=jnp.int32))

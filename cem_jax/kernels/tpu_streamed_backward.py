@@ -1,0 +1,132 @@
+"""Attention, its keys as values, on a TPU: the streamed backward kernel, a block of keys at a time.
+
+What `tpu_backward` does, in one sweep too, and to each tile by its functions. One program a batch
+element, block of queries, sweep and block of keys, from the diagonal back to the first; all heads
+inside. Everything comes laid out (`tpu_layout`).
+
+dq and dg of a block of queries are added up in VMEM. dk, dv and dh of a block of keys are added up
+in HBM, in float32, by the programs of a batch element one after the other, so in one order: `Sums`.
+Scores are computed once for all gradients, where a sweep for dk and one for dq would do it twice.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from cem_jax.kernels import tpu_backward
+from cem_jax.kernels.tpu_layout import gradients, laid_out
+from cem_jax.kernels.tpu_plan import Sizes
+from cem_jax.kernels.tpu_tiles import at_tile, span
+
+STREAMED = True
+BLOCKS = ((512, 256), (256, 256), (256, 128), (128, 128))
+SLOTS = 3  # of a sum in VMEM: one is read ahead, one is added to, one is written back
+READ, WRITE = 0, 1
+operand = laid_out
+
+
+def arrays(sizes: Sizes):
+    """Names of what comes in and goes out."""
+    has = dict(v=sizes.values, gT=sizes.model, h=sizes.model, hT=sizes.model, eT=sizes.exact)
+    has |= dict(slopes=sizes.slopes, self_bias=sizes.self_bias, segments=sizes.segments)
+    has |= dict(segment_columns=sizes.segments)
+    present = (name for name, there in has.items() if there)
+    return ("qT", "doT", "lse", "delta", "k", "kT", *present), gradients(sizes)
+
+
+def summed(sizes: Sizes) -> tuple[str, ...]:
+    """Names of the gradients that are added up in HBM."""
+    return tuple(name for name in gradients(sizes) if operand(name, sizes).part == "hbm")
+
+
+def scratch(sizes: Sizes) -> dict:
+    """(shape, dtype) of what the kernel keeps."""
+    kept = tpu_backward.sums(sizes)
+    for name in summed(sizes):
+        *rows, _ = operand(name, sizes).shape
+        kept[f"{name}T"] = ((SLOTS, *rows, sizes.keys), jnp.float32)
+    return kept
+
+
+def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
+    b, i, sweep, step = (pl.program_id(axis) for axis in range(4))
+    j = sizes.key_block(step)
+    sums = Sums({name: outputs[name].at[b] for name in summed(sizes)}, kept, i, j, sizes)
+    refs = inputs | kept | sums.refs
+    refs |= {name: outputs[name] for name in ("dslopes", "dself_bias") if name in outputs}
+    see = lambda visit: at_tile(lambda tile: visit(tile, refs), i, j, sizes)
+
+    first = (sweep == 0) & (step == 0)
+    pl.when(first & (i == 0))(lambda: tpu_backward.clear(refs, "dslopes", "dself_bias"))
+    pl.when(first)(lambda: tpu_backward.start_queries(inputs, refs, sizes))
+    if sizes.exact:
+        pl.when(sweep == 0)(lambda: see(tpu_backward.complete_delta))
+    last_sweep = sweep == sizes.sweeps - 1
+
+    @pl.when(last_sweep & (j <= sizes.last_key_block(i)))
+    def _():
+        sums.begin()
+        see(tpu_backward.visit)
+        sums.end()
+
+    finish = lambda: tpu_backward.finish_queries(outputs, refs, sizes)
+    pl.when(last_sweep & (j == 0))(finish)
+
+
+class Sums:
+    """dk, dv and dh of the block of keys `j`, from HBM and back, while query block `i` adds to it.
+
+    Tile t of a batch element adds in slot t mod 3; meanwhile what tile t − 1 added is written, and
+    the block of tile t + 1 is read, unless t + 1 is the first to see that block, on the diagonal.
+    A read must not meet the last write to its block. Blocks of keys come from the diagonal back, so
+    a block that query blocks i − 1 and i share comes to the second (i + 1)·ratio tiles after the
+    first, and is read a tile before that. If ratio > 1 these are three tiles or more, and only the
+    write of tile t − 1 is under way then. If ratio = 1, query block 1 would read what has just been
+    written: then every tile waits for its own write.
+    """
+
+    def __init__(self, hbm: dict, kept: dict, i, j, sizes: Sizes):
+        self.hbm, self.sizes, self.i, self.j = hbm, sizes, i, j
+        before = sizes.ratio * i * (i + 1) // 2  # tiles of the rows before
+        self.tile = before + sizes.last_key_block(i) - j
+        self.slots = {name: kept[f"{name}T"] for name in hbm}
+        self.copied = {name: kept[f"{name}_copied"] for name in hbm}
+        self.refs = {f"{name}T": self.slots[name].at[self.tile % SLOTS] for name in hbm}
+
+    def begin(self):
+        """This tile's block is there, and the next one's on its way."""
+        first_whole = self.i * self.sizes.ratio - 1
+        fetched = self.j <= first_whole
+        names = tuple(self.refs)
+        pl.when(jnp.logical_not(fetched))(lambda: tpu_backward.clear(self.refs, *names))
+        pl.when(fetched)(lambda: self._each(lambda name: self._read(name, self.j, 0).wait()))
+        ahead = (self.j >= 1) & (self.j - 1 <= first_whole)
+        pl.when(ahead)(lambda: self._each(lambda name: self._read(name, self.j - 1, 1).start()))
+
+    def end(self):
+        """This tile's block is on its way back; after the last tile it has arrived."""
+        wait = lambda: self._each(lambda name: self._write(name).wait())
+        at_once = self.sizes.ratio == 1
+        if not at_once:
+            pl.when(self.tile > 0)(wait)  # for the one before
+        self._each(lambda name: self._write(name).start())
+        last = (self.i == self.sizes.query_blocks - 1) & (self.j == 0)
+        pl.when(last | at_once)(wait)
+
+    def _each(self, act):
+        for name in self.hbm:
+            act(name)
+
+    def _read(self, name: str, j, ahead: int):
+        slot = self.slots[name].at[jax.lax.rem(self.tile + ahead, SLOTS)]
+        return pltpu.make_async_copy(self._block(name, j), slot, self.copied[name].at[READ])
+
+    def _write(self, name: str):
+        slot = self.refs[f"{name}T"]
+        block = self._block(name, self.j)
+        return pltpu.make_async_copy(slot, block, self.copied[name].at[WRITE])
+
+    def _block(self, name: str, j):
+        rows = (slice(None),) * (len(self.hbm[name].shape) - 1)
+        return self.hbm[name].at[(*rows, span(j * self.sizes.keys, self.sizes.keys))]

@@ -1,0 +1,165 @@
+"""The streamed TPU kernels in Pallas' interpreter beside `dense`, and which kernels run where."""
+
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_oracle import compiled_quickly
+from fused_cases import (
+    check,
+    cotangents,
+    draw,
+    fused,
+    on_device,
+    plain,
+    relative,
+    run,
+    run_watched,
+    shapes,
+)
+
+from cem_jax.kernels import tpu, tpu_streamed_backward, tpu_streamed_forward
+from cem_jax.kernels.inputs import Inputs, Plan
+from cem_jax.kernels.tpu_call import fitted, needed
+
+TAU = 6.0
+SHARED = dict(diagonal="shared")
+PER_HEAD = dict(diagonal="per_head")
+SMALL = dict(heads=2, width=12, dim=24)
+# Every diagonal, bias, mask and context at least once; up to four blocks of queries, as long as
+# those of keys and longer, so that a block of keys is read, added to and written again.
+CASES = {
+    "J5": (5, dict(width=84, batch=2, segments=True, **SHARED), "none", None),
+    "J129-exact": (129, dict(width=72, segments=True, **SHARED), "summed", (128, 128)),
+    "J300": (300, dict(width=56, self_bias=False), "none", (128, 128)),
+    "J400-per-head": (400, dict(values=True, **SMALL, **PER_HEAD), "none", (128, 128)),
+    "J520": (520, dict(segments=True, **SMALL, **SHARED), "none", (256, 128)),
+    "J520-exact": (520, dict(values=True, slopes=False, **SMALL, **SHARED), "summed", (256, 128)),
+}
+
+
+@pytest.fixture
+def streamed(monkeypatch):
+    """As where the resident kernels do not fit."""
+    monkeypatch.setattr(tpu, "FORWARD", (tpu_streamed_forward,))
+    monkeypatch.setattr(tpu, "BACKWARD", (tpu_streamed_backward,))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_and_its_gradients_are_those_of_dense(name, streamed):
+    positions, what, context, blocks = CASES[name]
+    check(tpu, draw(positions, **what), context, blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("positions", (1, 5, 127, 128, 129, 200, 256, 520))
+@pytest.mark.parametrize("width", (28, 56, 64, 72, 84))
+@pytest.mark.parametrize(
+    ("diagonal", "context"),
+    [("none", "none"), ("shared", "none"), ("per_head", "none"), ("shared", "summed")],
+)
+def test_every_width_and_number_of_positions(positions, width, diagonal, context, streamed):
+    for segments, values in product((False, True), repeat=2):
+        inputs = draw(positions, width=width, diagonal=diagonal, segments=segments, values=values)
+        blocks = (256, 128) if positions > 256 else (128, 128)
+        check(tpu, inputs, context, blocks)
+
+
+@pytest.mark.parametrize(
+    ("positions", "context", "blocks"), [(270, "summed", (128, 128)), (520, "none", (256, 128))]
+)
+def test_unwritten_memory_and_races(positions, context, blocks, streamed, capfd, caplog):
+    """Sums come from HBM and go back there while tiles are computed: no copy meets another."""
+    inputs = draw(positions, heads=1, width=12, dim=24, **SHARED)
+    watched = run_watched(capfd, caplog, tpu, inputs, context, blocks)
+    plainly = run(tpu, inputs, context, blocks, True)
+    for x, y in zip(jax.tree.leaves(watched), jax.tree.leaves(plainly), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_five_runs_agree_to_the_bit(streamed):
+    inputs = draw(390, **SMALL, **SHARED)
+    plan = Plan(TAU, "none", (128, 128), True)
+    bar = cotangents(inputs, "none")
+    both = compiled_quickly(fused(tpu, plan), inputs, bar)
+    first, *rest = (jax.tree.leaves(both(inputs, bar)) for _ in range(5))
+    for other in rest:
+        for x, y in zip(first, other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_bfloat16_errs_no_more_than_xla(streamed):
+    inputs = draw(260, dtype=jnp.bfloat16, heads=2, width=28, dim=56, **SHARED)
+    wide = Inputs(*(x if x is None else x.astype(jnp.float32) for x in inputs))
+    bar = cotangents(inputs, "none")
+    exact = compiled_quickly(plain(Plan(TAU)), wide, bar)(wide, bar)
+    found = run(tpu, inputs, "none", (128, 128))
+    xla = compiled_quickly(plain(Plan(TAU)), inputs, bar)(inputs, bar)
+    assert relative(found[0][0], exact[0][0]) <= 1e-5
+    assert relative(found[0][1], exact[0][1]) <= 1.5 * relative(xla[0][1], exact[0][1])
+    for name in ("q", "k", "g", "h"):
+        x, y, z = (getattr(part[1], name) for part in (found, xla, exact))
+        assert x.dtype == jnp.bfloat16
+        assert relative(x, z) <= 1.5 * relative(y, z), name
+
+
+# Lowering, and which kernel runs.
+
+KINDS = ("TPU v4", "TPU v5 lite", "TPU v6 lite", "TPU v5p", "TPU7x")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lowers_for_tpus(kind, streamed):
+    inputs = shapes(700, heads=12, width=56)
+    f32 = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    bar = (jax.ShapeDtypeStruct((2, 12, 700), jnp.float32), f32(inputs.q), f32(inputs.h))
+    with on_device(kind):
+        plan = Plan(TAU, "summed")
+        assert tpu.obstacle(inputs, plan) is None
+        traced = jax.jit(fused(tpu, plan)).trace(inputs, bar)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 2
+
+
+RESIDENT = (False, False)
+BACKWARD_STREAMED = (False, True)
+STREAMED = (True, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions", "heads", "width", "expected"),
+    [
+        ("TPU v5 lite", 2048, 12, 72, RESIDENT),
+        ("TPU v5p", 2048, 12, 72, RESIDENT),
+        ("TPU v5 lite", 8192, 12, 72, BACKWARD_STREAMED),
+        ("TPU v5p", 2048, 16, 128, BACKWARD_STREAMED),
+        ("TPU v5 lite", 4096, 32, 128, STREAMED),
+        ("TPU v6 lite", 4096, 32, 128, STREAMED),
+        ("TPU v5p", 4096, 32, 128, STREAMED),
+        ("TPU v4", 2048, 12, 56, STREAMED),
+        ("TPU v5 lite", 1 << 20, 12, 72, STREAMED),
+    ],
+)
+def test_kernels_are_resident_where_that_fits_and_streamed_elsewhere(
+    kind, positions, heads, width, expected
+):
+    inputs = shapes(positions, heads=heads, width=width)
+    with on_device(kind):
+        assert tpu.obstacle(inputs, Plan(TAU)) is None
+        chosen = [fitted(kernels, inputs, Plan(TAU)) for kernels in (tpu.FORWARD, tpu.BACKWARD)]
+    assert tuple(kernel.STREAMED for kernel, _ in chosen) == expected
+
+
+@pytest.mark.parametrize("kernel", [tpu_streamed_forward, tpu_streamed_backward])
+def test_vmem_does_not_grow_with_positions(kernel):
+    plan = Plan(TAU, blocks=(512, 256))
+    of = lambda positions: fitted((kernel,), shapes(positions, heads=12, width=72), plan)
+    assert needed(*of(1 << 20)) == needed(*of(1024))
+
+
+def test_what_does_not_fit_a_block_at_a_time_is_refused():
+    with on_device("TPU v4"):
+        reason = tpu.obstacle(shapes(2048, heads=128, width=128), Plan(TAU))
+    assert "128 heads" in reason and "the device has 16" in reason
