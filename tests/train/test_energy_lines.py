@@ -75,9 +75,9 @@ def values(tokens, **sizes):
     state = fresh_state(SimpleNamespace(config=config, state=abstract_state(config, mesh)))
     return make_probe(config, mesh)(state.params, place_batch({"tokens": tokens}, mesh))
 
-# four shards take rows 0, 2, 4 and 6; a single one takes its first four
-one = values(np.concatenate([tokens[::2], tokens[1::2]]), data=1)
-many = values(tokens, data=2, fsdp=2, tensor=2)
+# two shards take the first two rows of theirs; a single one takes its first four
+one = values(tokens[[0, 1, 4, 5, 2, 3, 6, 7]], data=1)
+many = values(tokens, fsdp=2, tensor=2, context=2)
 assert one["sequences"] == many["sequences"] == 4
 same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 jax.tree.map(same, one, many)
