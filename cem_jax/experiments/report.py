@@ -7,11 +7,12 @@ each figure, and index.html, which holds them all.
 import csv
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cem_jax.errors import UserError
+from cem_jax.experiments.differences import differences
 from cem_jax.experiments.energies import draw_energies, eigenvalue_table, energy_lines
 from cem_jax.experiments.figures import draw, draw_all_over_flops
 from cem_jax.experiments.grid import BASE, Sweep, read_sweep
@@ -23,10 +24,10 @@ PAPER = BASE.parent / "paper"
 
 
 def run(args: Namespace) -> dict[str, Any]:
-    """{runs: the lines of all tables, best_rates, missing, files}. Missing runs are no error.
+    """{runs: the lines of all tables, best_rates, differences, missing, files}.
 
-    Raises UserError for a directory that holds neither rows nor energies, and for a figure's file
-    with a mistake in it.
+    Missing runs are no error. Raises UserError for a directory that holds neither rows nor energies,
+    and for a figure's file with a mistake in it.
     """
     workdir = Path(args.workdir)
     if not workdir.is_dir():
@@ -64,6 +65,7 @@ class _Report:
         self.points: list[Point] = []
         self.lines: list[dict[str, Any]] = []
         self.best: list[dict[str, Any]] = []
+        self.differences: list[dict[str, Any]] = []
         self.missing: list[str] = []
         self.files: list[Path] = []
 
@@ -93,6 +95,9 @@ class _Report:
         self.page.heading(f"{sweep.name}: {sweep.title}")
         self.page.picture(picture, sweep.title)
         self.page.table([{n: v for n, v in line.items() if n != "figure"} for line in table])
+        found = differences(sweep, present)
+        self.differences += found
+        self.page.table(found)
         if sweep.plot == "learning_rate":
             best = best_rates(present)
             self.best += best
@@ -119,28 +124,33 @@ class _Report:
 
     def finish(self, out) -> dict[str, Any]:
         self.page.write(self._file("index.html"))
-        for line in self.lines:
-            print(
-                "  ".join(shown(line[n]) for n in ("figure", "size", "arm", "learning_rate")),
-                f"perplexity {shown(line['perplexity'])}",
-                f"± {shown(line['perplexity_std'])} ({line['seeds']} seeds)",
-                sep="  ",
-                file=out,
-            )
-        for best in self.best:
-            edge = ", an end of the range" if best["at_edge"] else ""
-            print(
-                f"{best['figure']}  {best['size']}  {best['arm']}: best learning rate "
-                f"{best['learning_rate']:.3g}{edge}, perplexity {best['perplexity']:.3f}",
-                file=out,
-            )
-        print(f"{len(self.missing)} runs are missing; {self.output / 'index.html'}", file=out)
+        print(*self._summary(), sep="\n", file=out)
         return {
             "runs": self.lines,
             "best_rates": self.best,
+            "differences": self.differences,
             "missing": self.missing,
             "files": self.files,
         }
+
+    def _summary(self) -> Iterator[str]:
+        for line in self.lines:
+            names = "  ".join(shown(line[n]) for n in ("figure", "size", "arm", "learning_rate"))
+            spread = f"± {shown(line['perplexity_std'])}, seeds: {line['seeds']}"
+            yield f"{names}  perplexity {shown(line['perplexity'])} {spread}"
+        for pair in self.differences:
+            spread = f"± {shown(pair['interval'])}, seeds: {pair['seeds']}: {pair['verdict']}"
+            yield (
+                f"{pair['figure']}  {pair['size']}  {pair['arm']} against {pair['against']}: "
+                f"{pair['difference']:+.4f} nats {spread}"
+            )
+        for best in self.best:
+            edge = ", an end of the range" if best["at_edge"] else ""
+            yield (
+                f"{best['figure']}  {best['size']}  {best['arm']}: best learning rate "
+                f"{best['learning_rate']:.3g}{edge}, perplexity {best['perplexity']:.3f}"
+            )
+        yield f"{len(self.missing)} runs are missing; {self.output / 'index.html'}"
 
     def _csv(self, name: str, table: Sequence[Mapping[str, Any]]) -> None:
         with open(self._file(name), "w", newline="", encoding="utf-8") as file:
