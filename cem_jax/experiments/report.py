@@ -26,7 +26,7 @@ PAPER = BASE.parent / "paper"
 def run(args: Namespace) -> dict[str, Any]:
     """{runs: the lines of all tables, best_rates, differences, missing, files}.
 
-    Missing runs are no error. Raises UserError for a directory that holds neither rows nor energies,
+    Missing runs are no error. Raises UserError for a directory without rows and without energies,
     and for a figure's file with a mistake in it.
     """
     workdir = Path(args.workdir)
