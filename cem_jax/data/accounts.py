@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cem_jax.data.encoding import Encoded, Stream
+from cem_jax.data.encoding import Encoded
 from cem_jax.data.files import SourceFile
 from cem_jax.data.readers import HARMLESS, Fields
 from cem_jax.data.remote import AnyPath
+from cem_jax.data.shards import Stream
 from cem_jax.errors import UserError
 
 _CASES = 10  # dropped or mended records listed by place

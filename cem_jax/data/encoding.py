@@ -10,14 +10,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
 
 from cem_jax.data.json_text import BadRecord
 from cem_jax.data.readers import UNKNOWN_SOURCE, Fields, Record, read_document
-from cem_jax.data.shards import token_dtype
+from cem_jax.data.shards import Stream, token_dtype
 from cem_jax.data.tokenizer import Tokenizer
 
 _IN_FLIGHT = 3  # batches a worker that are read ahead,
@@ -25,13 +24,6 @@ _IN_FLIGHT_BYTES = 64 << 20  # as long as they hold no more than this together
 _ALONE_BYTES = 32 << 20  # a larger batch, one huge document, is encoded here: sending would copy it
 _TOGETHER_CHARS = 1 << 20  # encoded in one call
 _HASH_BITS = 64
-
-
-class Stream(NamedTuple):
-    """What token ids are appended to: one source of one split."""
-
-    split: str
-    source: str  # "" where sources have no names
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,11 +12,11 @@ from typing import Any, TextIO
 from cem_jax.data.accounts import Accounts, Counts
 from cem_jax.data.checks import check_dataset
 from cem_jax.data.compression import BadFile
-from cem_jax.data.encoding import Batch, Encoder, Stream, encode_all
+from cem_jax.data.encoding import Batch, Encoder, encode_all
 from cem_jax.data.files import FoundFiles, find_files
 from cem_jax.data.progress import PrepareProgress
 from cem_jax.data.readers import Fields, Record, check_start, read_records
-from cem_jax.data.shards import NOTHING, SHARD_TOKENS, ShardState, ShardWriter, token_dtype
+from cem_jax.data.shards import SHARD_TOKENS, Stream, StreamWriters, token_dtype
 from cem_jax.data.store import DESCRIPTION, FORMAT, MODEL, description_bytes
 from cem_jax.data.tokenizer import Tokenizer
 from cem_jax.data.workplace import Workplace, require_free, workplace, write_durably
@@ -166,39 +165,39 @@ def _write_streams(
 ) -> dict[Stream, list[dict[str, Any]]]:
     """Encode the corpus from where `work` stands; the finished shards of each stream."""
     dtype = token_dtype(Tokenizer.from_bytes(encoder.model_bytes).vocab_size)
-    writers: dict[Stream, ShardWriter] = {}
-
-    def writer(stream: Stream, state: ShardState = NOTHING) -> ShardWriter:
-        if stream not in writers:
-            stem = f"{stream.split}/{_stem(stream.source)}"
-            writers[stream] = ShardWriter(work.path, stem, dtype, shard_tokens, state)
-        return writers[stream]
-
+    writers = StreamWriters(work.path, dtype, shard_tokens)
     progress = PrepareProgress([file.size for file in accounts.files], sys.stderr)
     try:
         if work.state:
-            accounts.restore(work.state["accounts"])
-            for *names, shards, written in work.state["shards"]:
-                writer(Stream(*names), ShardState(shards, written))
-            _note(f"going on behind {accounts.documents:,} documents, done by an earlier run")
+            _go_on(work, accounts, writers)
         progress.start(accounts.file, accounts.tokens)
         kept = time.monotonic()
-        batches = _batches(accounts, progress)
-        for encoded in encode_all(batches, encoder, workers):
+        for encoded in encode_all(_batches(accounts, progress), encoder, workers):
             accounts.add(encoded)
             for stream, part in encoded.parts.items():
-                writer(stream).append(part.ids)
+                writers.append(stream, part.ids)
             progress.made(accounts.documents, accounts.tokens)
             if time.monotonic() - kept >= _KEEP_SECONDS:
-                shards = [[*stream, *each.sync()] for stream, each in writers.items()]
-                work.keep({"accounts": accounts.state(), "shards": shards})
+                work.keep({"shards": writers.sync(), "accounts": accounts.state()})
                 kept = time.monotonic()
         accounts.require_documents()
-        return {stream: each.close() for stream, each in writers.items()}
+        return writers.close()
     finally:
         progress.close()
-        for each in writers.values():
-            each.abandon()
+        writers.abandon()
+
+
+def _go_on(work: Workplace, accounts: Accounts, writers: StreamWriters) -> None:
+    """Put writers and accounts where an earlier process left them."""
+    try:
+        writers.restore(work.state["shards"])
+    except OSError as error:
+        writers.abandon()
+        work.start_over()
+        _note(f"{error}: starting over")
+        return
+    accounts.restore(work.state["accounts"])
+    _note(f"going on behind {accounts.documents:,} documents, done by an earlier run")
 
 
 def _batches(accounts: Accounts, progress: PrepareProgress) -> Iterator[Batch]:
@@ -223,16 +222,6 @@ def _batches(accounts: Accounts, progress: PrepareProgress) -> Iterator[Batch]:
             fault = str(bad)
         yield Batch(index, file.split, records, is_last=True, fault=fault)
         skipped = 0
-
-
-def _stem(source: str) -> str:
-    """`tokens`, or `tokens-` and the source's name as a file's name can hold it."""
-    if not source:
-        return "tokens"
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", source)[:64]
-    if plain != source:
-        plain += "-" + hashlib.blake2b(source.encode(), digest_size=3).hexdigest()
-    return f"tokens-{plain}"
 
 
 def _describe(

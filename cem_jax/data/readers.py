@@ -138,6 +138,8 @@ def _source_name(value: Any) -> str | None:
         value = value.decode(errors="replace")
     if isinstance(value, str):
         return _SURROGATES.sub("\ufffd", value).strip() or None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return str(value) if isinstance(value, int | float) else None
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +22,13 @@ def sha256_of(path: Path) -> str:
     """`sha256:` and the hex digest of a whole file, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Stream(NamedTuple):
+    """What token ids are appended to: one source of one split."""
+
+    split: str
+    source: str  # "" where sources have no names
 
 
 class ShardState(NamedTuple):
@@ -88,19 +96,25 @@ class ShardWriter:
             self._file = None
 
     @property
+    def files(self) -> list[Path]:
+        """Every file there is of the stream."""
+        finished = [self._root / shard["file"] for shard in self._shards]
+        return [*finished, self._path] if self._file is not None else finished
+
+    @property
     def _path(self) -> Path:
         return self._root / f"{self._stem}-{len(self._shards):05d}.npy"
 
     def _open(self, written: int) -> None:
         """Raises OSError when the file holds less than was written."""
+        end = _HEADER_BYTES + written * self._dtype.itemsize
+        if written and self._path.stat().st_size < end:
+            raise OSError(f"{self._path} is shorter than it was")
         self._path.parent.mkdir(exist_ok=True)
         self._file = self._path.open("r+b" if written else "w+b")
         self._written = written
         self._header()
         if written:
-            end = _HEADER_BYTES + written * self._dtype.itemsize
-            if self._file.seek(0, os.SEEK_END) < end:
-                raise OSError(f"{self._path} is shorter than it was")
             self._file.truncate(end)
             self._file.seek(end)
 
@@ -125,3 +139,59 @@ class ShardWriter:
                 "checksum": sha256_of(self._path),
             }
         )
+
+
+class StreamWriters:
+    """A ShardWriter for each stream of a dataset, made when the stream's first ids come."""
+
+    def __init__(self, root: Path, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS):
+        self._root, self._dtype, self._shard_tokens = root, dtype, shard_tokens
+        self._writers: dict[Stream, ShardWriter] = {}
+
+    def append(self, stream: Stream, ids: Integer[np.ndarray, " tokens"]) -> None:
+        """Write ids behind those that the stream has."""
+        if stream not in self._writers:
+            self._open(stream, NOTHING)
+        self._writers[stream].append(ids)
+
+    def sync(self) -> list[list[Any]]:
+        """Bring everything to the disk; what `restore` takes, as JSON can hold it."""
+        return [[*stream, *writer.sync()] for stream, writer in self._writers.items()]
+
+    def restore(self, state: list[list[Any]]) -> None:
+        """Go on from what `sync` returned; OSError when the files hold less than that."""
+        for split, source, shards, written in state:
+            lost = [s["file"] for s in shards if not (self._root / s["file"]).is_file()]
+            if lost:
+                raise OSError(f"{self._root / lost[0]} is missing")
+            self._open(Stream(split, source), ShardState(shards, written))
+        known = {path for writer in self._writers.values() for path in writer.files}
+        for path in self._root.glob("*/*.npy"):
+            if path not in known:
+                path.unlink()  # begun after the state was recorded
+
+    def close(self) -> dict[Stream, list[dict[str, Any]]]:
+        """Finish every stream; the shards of each."""
+        return {stream: writer.close() for stream, writer in self._writers.items()}
+
+    def abandon(self) -> None:
+        """Close all files without finishing them, and forget them."""
+        for writer in self._writers.values():
+            writer.abandon()
+        self._writers.clear()
+
+    def _open(self, stream: Stream, state: ShardState) -> None:
+        stem = f"{stream.split}/{_stem(stream.source)}"
+        self._writers[stream] = ShardWriter(
+            self._root, stem, self._dtype, self._shard_tokens, state
+        )
+
+
+def _stem(source: str) -> str:
+    """`tokens`, or `tokens-` and the source's name as a file's name can hold it."""
+    if not source:
+        return "tokens"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", source)[:64]
+    if plain != source:
+        plain += "-" + hashlib.blake2b(source.encode(), digest_size=3).hexdigest()
+    return f"tokens-{plain}"

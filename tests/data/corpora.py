@@ -21,3 +21,12 @@ def all_tokens(dataset: Dataset, split: str) -> np.ndarray:
     """The split's stream by plain np.load, as anyone could."""
     shards = dataset.splits[split].shards
     return np.concatenate([np.load(dataset.path / shard.file) for shard in shards])
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    """The content of every file below a folder."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }

@@ -12,21 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from corpora import all_tokens, write_jsonl
+from corpora import all_tokens, files_of, write_jsonl
 
 from cem_jax.data import prepare as prepare_module
 from cem_jax.data.prepare import prepare
 from cem_jax.data.store import open_dataset
 from cem_jax.data.tokenizer import Tokenizer
 from cem_jax.errors import UserError
-
-
-def files_of(root):
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file()
-    }
 
 
 def left_behind(folder):
@@ -259,7 +251,8 @@ def test_command_and_check(tmp_path, texts, model_file, capsys):
     write_jsonl(tmp_path / "a.jsonl", texts)
     arguments = {
         "input": [str(tmp_path / "a.jsonl")], "tokenizer": str(model_file), "check": None,
-        "output": str(tmp_path / "out"), "text_column": "text", "source_field": None, "separator": "both", "workers": 2,
+        "output": str(tmp_path / "out"), "text_column": "text", "source_field": None,
+        "separator": "both", "workers": 2,
         "skip_bad_files": False, "validation_fraction": None, "json": True,
     }  # fmt: skip
     made = prepare_module.run(argparse.Namespace(**arguments))

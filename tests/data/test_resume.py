@@ -1,0 +1,205 @@
+"""`cem prepare` that was interrupted goes on, to the very bytes of one that was not."""
+
+import contextlib
+import gzip
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from corpora import files_of, write_jsonl
+
+from cem_jax.data import prepare as prepare_module
+from cem_jax.data.prepare import prepare
+from cem_jax.data.store import open_dataset
+from cem_jax.errors import UserError
+
+OPTIONS = {"shard_tokens": 700, "validation_fraction": 0.2, "skip_bad_files": True}
+
+
+@pytest.fixture
+def corpus(tmp_path, texts):
+    """Two splits, records to drop and to mend, an empty file, and one that is cut short."""
+    folder = tmp_path / "corpus"
+    write_jsonl(folder / "a.jsonl", texts[:30])
+    (folder / "b.jsonl").write_text(
+        '{"text": "x"}\nbroken\n{"text": "half \\ud83d"}\n{"text": ""}\n'
+    )
+    (folder / "c.jsonl").write_text("")
+    records = "".join(json.dumps({"text": text}) + "\n" for text in texts[30:])
+    (folder / "d.jsonl.gz").write_bytes(gzip.compress(records.encode())[:-20])
+    (folder / "e.txt").write_text(texts[0])
+    return folder
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """A journal entry after every batch, and batches of a few documents."""
+    monkeypatch.setattr(prepare_module, "_KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 3000)
+
+
+@contextlib.contextmanager
+def interrupted_after(monkeypatch, batches):
+    """`prepare` ends as Ctrl-C ends it, after so many batches."""
+    encode_all = prepare_module.encode_all
+
+    def some(*arguments):
+        for number, encoded in enumerate(encode_all(*arguments)):
+            if number == batches:
+                raise KeyboardInterrupt
+            yield encoded
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_module, "encode_all", some)
+        yield
+
+
+def run(corpus, model_file, output, **options):
+    return prepare([str(corpus)], model_file, output, **(OPTIONS | options))
+
+
+@pytest.mark.parametrize("stops", [(1,), (4,), (9,), (2, 3, 3), (0, 5)])
+def test_any_interruption_ends_in_the_same_bytes(
+    tmp_path, corpus, model_file, monkeypatch, often, stops
+):
+    whole = run(corpus, model_file, tmp_path / "whole")
+    for batches in stops:
+        with interrupted_after(monkeypatch, batches):
+            run(corpus, model_file, tmp_path / "out")
+        with pytest.raises(UserError, match="does not exist"):
+            open_dataset(tmp_path / "out")
+    resumed = run(corpus, model_file, tmp_path / "out")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert {**resumed, "output": ""} == {**whole, "output": ""}
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_work_is_not_done_twice(tmp_path, corpus, model_file, monkeypatch, often):
+    counted = []
+    encode_batch = prepare_module.encode_all.__globals__["encode_batch"]
+
+    def counting(batch):
+        counted.append(len(batch.records))
+        return encode_batch(batch)
+
+    monkeypatch.setitem(prepare_module.encode_all.__globals__, "encode_batch", counting)
+    run(corpus, model_file, tmp_path / "whole")
+    whole = sum(counted)
+    counted.clear()
+    for batches in (3, 3):
+        with interrupted_after(monkeypatch, batches):
+            run(corpus, model_file, tmp_path / "out")
+    run(corpus, model_file, tmp_path / "out")
+    repeated = 2  # the batch that was under way at each interruption
+    assert sum(counted) <= whole + repeated * max(counted)
+
+
+def test_what_lies_behind_the_journal_is_cut_off(tmp_path, corpus, model_file, monkeypatch, often):
+    run(corpus, model_file, tmp_path / "whole")
+    with interrupted_after(monkeypatch, 5):
+        run(corpus, model_file, tmp_path / "out")
+    train = tmp_path / "out.partial" / "train"
+    with sorted(train.iterdir())[-1].open("ab") as shard:
+        shard.write(b"half a batch")
+    (train / "tokens-00077.npy").write_bytes(b"begun later")
+    run(corpus, model_file, tmp_path / "out")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_lost_shards_mean_starting_over(tmp_path, corpus, model_file, monkeypatch, often, capsys):
+    run(corpus, model_file, tmp_path / "whole")
+    with interrupted_after(monkeypatch, 5):
+        run(corpus, model_file, tmp_path / "out")
+    for shard in (tmp_path / "out.partial" / "train").iterdir():
+        shard.write_bytes(shard.read_bytes()[:140])
+    capsys.readouterr()
+    run(corpus, model_file, tmp_path / "out")
+    assert "starting over" in capsys.readouterr().err
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"separator": "eos"}, "--separator: 'bos' there, 'eos' now"),
+        ({"column": "body"}, "--text-column"),
+        ({"validation_fraction": 0.1}, "--validation-fraction: 0.2 there, 0.1 now"),
+    ],
+)
+def test_another_command_does_not_go_on(
+    tmp_path, corpus, model_file, monkeypatch, often, change, words
+):
+    with interrupted_after(monkeypatch, 3):
+        run(corpus, model_file, tmp_path / "out")
+    before = files_of(tmp_path / "out.partial")
+    with pytest.raises(UserError, match=words):
+        run(corpus, model_file, tmp_path / "out", **change)
+    assert files_of(tmp_path / "out.partial") == before
+
+
+def test_changed_inputs_do_not_go_on(tmp_path, corpus, model_file, monkeypatch, often):
+    with interrupted_after(monkeypatch, 3):
+        run(corpus, model_file, tmp_path / "out")
+    write_jsonl(corpus / "a.jsonl", ["other"])
+    with pytest.raises(UserError, match="input files: '5 files of"):
+        run(corpus, model_file, tmp_path / "out")
+
+
+def test_a_bad_file_late_in_a_corpus_does_not_cost_what_came_before(
+    tmp_path, corpus, model_file, often, capsys
+):
+    with pytest.raises(UserError, match=r"d\.jsonl\.gz: is truncated"):
+        run(corpus, model_file, tmp_path / "out", skip_bad_files=False)
+    assert "keeps what was done; the same command goes on" in capsys.readouterr().err
+    run(corpus, model_file, tmp_path / "out")
+    run(corpus, model_file, tmp_path / "whole")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_outright_three_times(tmp_path, texts, model_file, workers):
+    corpus = tmp_path / "corpus"
+    for name in "abc":
+        write_jsonl(corpus / f"{name}.jsonl", [f"{name} {i} {t}" for i in range(60) for t in texts])
+    code = (
+        "from cem_jax.data import prepare as module\n"
+        "module._KEEP_SECONDS, module._BATCH_BYTES, module._SMALL_CORPUS = 0.05, 50_000, 0\n"
+        "if __name__ == '__main__':\n"
+        f"    module.prepare([{str(corpus)!r}], {str(model_file)!r}, OUT, workers={workers},\n"
+        "                   shard_tokens=100_000)\n"
+    )
+
+    def start(name):
+        script = tmp_path / f"{name}.py"
+        script.write_text(code.replace("OUT", repr(str(tmp_path / name))))
+        return subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True)
+
+    assert start("whole").wait(300) == 0
+    journal = tmp_path / "out.partial" / "journal.json"
+    for kill in range(3):
+        job = start("out")
+        reached, wanted = -1, journal_documents(journal) + 500
+        deadline = time.monotonic() + 120
+        while reached < wanted:
+            assert job.poll() is None and time.monotonic() < deadline, (kill, job.stderr.read())
+            time.sleep(0.01)
+            reached = journal_documents(journal)
+        job.send_signal(signal.SIGKILL)
+        job.wait(60)
+    last = start("out")
+    assert "going on behind" in last.communicate(timeout=300)[1]
+    assert last.returncode == 0
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def journal_documents(journal: Path) -> int:
+    try:
+        streams = json.loads(journal.read_text())["state"]["accounts"]["streams"]
+    except (OSError, ValueError):
+        return 0
+    return sum(counts["documents"] for *_, counts in streams)
