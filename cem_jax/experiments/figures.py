@@ -1,6 +1,7 @@
 """The pictures of a sweep: test perplexity over what the paper's figure has, and over FLOPs.
 
-Markers stand for model sizes, error bars for one standard deviation over seeds.
+Colours are the paper's where it has them. Markers stand for sizes, or for arms where sizes lie
+apart by themselves; error bars for one standard deviation over seeds.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from cem_jax.experiments.grid import Sweep
 from cem_jax.experiments.results import Point, curves, interpolate
 from cem_jax.train.progress import format_count
 
-LLAMA = "#e377a2"  # pink, as in the paper
+LLAMA = "#e377a2"
 COLOURS = ("#1f6fb4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#17becf")
-MARKERS = "osD^vP*X"
+MARKERS = "o^svP*Xp"
+BASELINE_MARKER = "D"
 PERPLEXITY = "test perplexity"
 
 
@@ -38,7 +40,10 @@ def draw(sweep: Sweep, points: Sequence[Point], picture: Path) -> None:
 
 def draw_all_over_flops(points: Sequence[Point], size: str, picture: Path) -> None:
     """Every arm of one size, of all figures: perplexity over training FLOPs and over parameters."""
-    unique = {point.rows[0]["key"]: point for point in points if point.rows and point.size == size}
+    unique: dict[str, Point] = {}
+    for point in points:
+        if point.rows and point.size == size:
+            unique.setdefault(point.rows[0]["key"], point)
     figure = Figure(figsize=(12, 6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
@@ -62,18 +67,23 @@ class _Style:
 
     def __init__(self, sweep: Sweep):
         self.baseline = sweep.baseline
+        self._base_colour = COLOURS[1] if sweep.plot == "learning_rate" else LLAMA
+        self._by_arm = sweep.plot == "parameters"
         names = (self.series(arm) for arms in sweep.arms.values() for arm in arms)
         series = [name for name in dict.fromkeys(names) if name != sweep.baseline]
         self._colours = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(series)}
-        self._markers = {size: MARKERS[i % len(MARKERS)] for i, size in enumerate(sweep.arms)}
+        of = series if self._by_arm else sweep.arms
+        self._markers = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(of)}
 
     def series(self, arm) -> str:
         return self.baseline if arm.name == self.baseline else arm.series or arm.name
 
     def colour(self, point: Point) -> str:
-        return self._colours.get(self.series(point.arm), LLAMA)
+        return self._colours.get(self.series(point.arm), self._base_colour)
 
     def marker(self, point: Point) -> str:
+        if self._by_arm:
+            return self._markers.get(self.series(point.arm), BASELINE_MARKER)
         return self._markers[point.size]
 
     def dots(self, axes: Axes, x: float, point: Point, colour: str | None = None) -> None:
@@ -88,9 +98,13 @@ class _Style:
         )
 
     def legend(self, points: Sequence[Point]) -> list[Line2D]:
-        series = {self.series(p.arm): self.colour(p) for p in points}
-        handles = [Line2D([], [], color=c, lw=3, label=name) for name, c in series.items()]
-        sizes = {p.size: self.marker(p) for p in points}
+        series = {self.series(p.arm): p for p in points}
+        look = lambda p: {"ls": "", "marker": self.marker(p)} if self._by_arm else {"lw": 3}
+        handles = [
+            Line2D([], [], color=self.colour(p), label=name, **look(p))
+            for name, p in series.items()
+        ]
+        sizes = {} if self._by_arm else {p.size: self.marker(p) for p in points}
         if len(sizes) > 1:
             handles += [
                 Line2D([], [], ls="", marker=m, color="0.3", label=s) for s, m in sizes.items()
@@ -127,6 +141,7 @@ def _over_parameters(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _
             ha="center",
             fontsize=8,
         )
+    axes.margins(x=0.12, y=0.12)
     axes.set_xlabel("parameters")
 
 

@@ -27,5 +27,5 @@ def get_sweep(size: str = "paper") -> Sweep:
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
-    yield Arm("CEM attention, no diagonal", arms.cem_attention(llama, diagonal="none"))
     yield Arm("CEM attention", arms.cem_attention(llama))
+    yield Arm("CEM attention, no diagonal", arms.cem_attention(llama, diagonal="none"))
