@@ -93,7 +93,12 @@ def run(module, inputs: Inputs, context="none", blocks=SMALL, interpret=True):
 
 def run_watched(capfd, caplog, module, inputs: Inputs, context, blocks):
     """As `run`, on a TPU's interpreter: memory is NaN before it is written, and no copy races."""
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    params = pltpu.InterpretParams(
+        detect_races=True,
+        uninitialized_memory="nan",
+        dma_execution_mode="eager",  # a copy's time is its start, not when it is waited for
+        vector_clock_size=64,  # with the default's few, copies seem to be ordered that are not
+    )
     found = jax.block_until_ready(run(module, inputs, context, blocks, params))
     # printed by older versions of JAX, logged by newer ones
     assert "RACE" not in capfd.readouterr().out + caplog.text
