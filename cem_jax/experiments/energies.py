@@ -100,4 +100,4 @@ def _heat_map(axes, values: Sequence[Sequence[float]] | None, title: str) -> Non
     axes.set_ylabel("layer")
     axes.set_xticks(range(value_LT.shape[1]))
     axes.set_yticks(range(0, value_LT.shape[0], max(1, value_LT.shape[0] // 8)))
-    axes.figure.colorbar(image, ax=axes)
+    axes.figure.colorbar(image, ax=axes, format="%.4g")

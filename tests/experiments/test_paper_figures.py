@@ -154,3 +154,14 @@ def test_headers_give_the_command():
     for file in FILES:
         header = file.read_text().split('"""')[1]
         assert f"cem sweep --config configs/paper/{file.name} --workdir" in header
+
+
+def test_all_figures_at_all_sizes_of_the_paper():
+    sweeps = [read_sweep(str(file), "paper") for file in FILES]
+    runs = runs_of(sweeps)
+    places = sum(len(arms) * len(s.rates) for s in sweeps for arms in s.arms.values())
+    assert sum(len(run.uses) for run in runs) == places
+    assert len(runs) < places  # what is shared is run once
+    for size, file in {run.size: run.file for run in runs}.items():
+        (tokens,) = {run.config.train.tokens for run in runs if run.size == size}
+        assert tokens == load_config(file).train.tokens

@@ -129,6 +129,21 @@ def test_unfit_data_is_told_before_anything_runs(missing, figure, tmp_path, caps
     assert not (tmp_path / "w").exists()
 
 
+def test_a_signal_stops_the_sweep_and_counts_as_no_failure(
+    figure, dataset, tmp_path, monkeypatch, capsys
+):
+    def stopped(config, folder):
+        raise SystemExit(143)  # what a run does after SIGTERM, once it is saved
+
+    monkeypatch.setattr(sweep, "train", stopped)
+    argv = ["sweep", "--config", figure, "--workdir", str(tmp_path)]
+    with pytest.raises(SystemExit) as caught:
+        main([*argv, f"--config.data.path={dataset}"])
+    assert caught.value.code == 143
+    table = json.loads((tmp_path / "table.json").read_text())["runs"]
+    assert {line["status"] for line in table} == {"not finished"}
+
+
 def test_training_seconds_of_a_run_that_was_resumed():
     line = lambda step, seconds: {"kind": "train", "step": step, "step_seconds": seconds}
     assert training_seconds([line(1, None)]) is None
