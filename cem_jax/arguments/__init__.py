@@ -4,6 +4,6 @@ A module's `add(commands)` adds its commands to argparse's subparsers. What one 
 cannot check is a function set as a parser's default `problems`: arguments -> list of messages.
 """
 
-from cem_jax.arguments import configs, data, experiments, runs
+from cem_jax.arguments import configs, data, exchange, experiments, runs
 
-FAMILIES = (data, configs, runs, experiments)
+FAMILIES = (data, configs, runs, exchange, experiments)

@@ -27,6 +27,12 @@ def add(commands: Any) -> None:
         )
         if name == "train":
             add_workdir(command)
+            command.add_argument(
+                "--init-from",
+                type=text,
+                metavar="RUN",
+                help="begin with the parameters of this run's newest checkpoint, by name",
+            )
             _add_processes(command)
         if name == "inspect":
             command.add_argument(

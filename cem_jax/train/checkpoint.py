@@ -104,6 +104,18 @@ class Checkpointer:
         """The step with the lowest finite metric (the newest of equals), None without any."""
         return self._best(self.steps())
 
+    def describe(self, step: int) -> dict[str, Any]:
+        """{step, metric, arrays: {name: dtype and shape}, extra} of an existing checkpoint."""
+        return json.loads((self._paths()[step] / _INFO_FILE).read_text())
+
+    def newest_sound(self) -> int:
+        """The newest step whose checkpoint is undamaged, the same in all processes.
+
+        Raises:
+          UserError: there is none.
+        """
+        return distributed.shared("the newest checkpoint", lambda: self._newest_sound(None))
+
     # ---- saving ----
 
     def save(
@@ -202,7 +214,7 @@ class Checkpointer:
         for candidate in candidates:
             if distributed.processes() == 1 and not self._sound(candidate):
                 continue
-            info = self._read_info(candidate)
+            info = self.describe(candidate)
             lines = differences(info["arrays"], abstract_state, partial)
             if lines:
                 raise UserError(f"checkpoint {candidate} holds another model's state:", *lines)
@@ -230,7 +242,7 @@ class Checkpointer:
         for candidate in candidates:
             damage = find_damage(self._paths()[candidate], _INFO_FILE)
             if damage is None:
-                return self._read_info(candidate)["extra"]
+                return self.describe(candidate)["extra"]
             self._note_damage(candidate, damage)
         raise UserError(*self._damage_lines(candidates))
 
@@ -298,9 +310,6 @@ class Checkpointer:
             self._reported.add(line)
             self._report(line)
 
-    def _read_info(self, step: int) -> dict[str, Any]:
-        return json.loads((self._paths()[step] / _INFO_FILE).read_text())
-
     def _read_state(self, step: int, abstract_state: Any) -> Any:
         leaves = {name: placed(leaf) for name, leaf in named_leaves(abstract_state).items()}
         wanted = nested({name: leaf for name, leaf in leaves.items() if leaf.size})
@@ -327,7 +336,7 @@ class Checkpointer:
         if step not in self._metrics:
             path = self._paths()[step]
             damaged = find_damage(path, _INFO_FILE) is not None
-            self._metrics[step] = None if damaged else self._read_info(step)["metric"]
+            self._metrics[step] = None if damaged else self.describe(step)["metric"]
         return self._metrics[step]
 
     def _seal(self) -> None:
@@ -369,13 +378,10 @@ class Checkpointer:
         for path in entries(self.directory):
             match = _NAME.fullmatch(path.name)
             if match and int(match[1]) in paths and path not in kept_paths:
-                self._remove(path)
-
-    def _remove(self, path: epath.Path) -> None:
-        try:
-            remove(path)
-        except OSError as error:
-            self._report_once(f"{path} could not be removed: {error}")
+                try:
+                    remove(path)
+                except OSError as error:
+                    self._report_once(f"{path} could not be removed: {error}")
 
     def _failure(self, step: int | None, error: Exception) -> RunFailed:
         newest = self.latest_step()

@@ -1,40 +1,41 @@
-"""`cem train`: the loop around the step, from the first batch or the newest checkpoint to the last.
+"""`cem train`: from the first batch, or the newest checkpoint, to the last one.
 
-The device is kept ahead of the host: a step is dispatched before the one before it is read.
-With several processes all run this loop in step; the first one alone writes and reports.
+What is checked, restored and written around the loop (`stepping`). With several processes all run
+this in step; the first one alone writes and reports.
 """
 
-import base64
 import io
-import math
+import os
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
-import jax
+from etils import epath
 
 from cem_jax.config import Config, load_config
-from cem_jax.errors import RunFailed, UserError
+from cem_jax.errors import UserError
 from cem_jax.parallel import distributed
 from cem_jax.parallel.cluster import find_cluster
-from cem_jax.parallel.mesh import in_mesh
+from cem_jax.train.changes import (
+    changes,
+    check_same_run,
+    require_steps_left,
+    rule,
+    windows_consumed,
+)
 from cem_jax.train.checkpoint import Checkpointer
-from cem_jax.train.energies import make_probe
-from cem_jax.train.flops import mfu, training_flops_per_token
+from cem_jax.train.initial import initialised_from
 from cem_jax.train.metrics import MetricsWriter, SilentMetrics
-from cem_jax.train.progress import Progress
+from cem_jax.train.places import is_url, place
 from cem_jax.train.rundir import (
     agreed_facts,
-    check_same_run,
     only_writer,
-    read_config,
     with_absolute_paths,
     write_run_files,
 )
-from cem_jax.train.setup import Setup, fresh_state, jitted_step, place_batch, prepare_run
+from cem_jax.train.setup import Setup, fresh_state, prepare_run
 from cem_jax.train.signals import Stop, watched
-from cem_jax.train.step import StepMetrics, TrainState
+from cem_jax.train.step import TrainState
+from cem_jax.train.stepping import Loop
 
 
 def run(args) -> dict[str, Any] | None:
@@ -42,35 +43,44 @@ def run(args) -> dict[str, Any] | None:
     config = load_config(args.config, args.overrides)
     cluster = find_cluster(args.coordinator, args.processes, args.process)
     with distributed.joined(cluster, config.train.stall_minutes):
-        result = train(config, Path(args.workdir))
+        result = train(config, args.workdir, init_from=args.init_from)
         return result if distributed.is_first() else None
 
 
-def train(config: Config, workdir: Path, *, stream=None) -> dict[str, Any]:
+def train(
+    config: Config, workdir: str | os.PathLike[str], *, init_from: str | None = None, stream=None
+) -> dict[str, Any]:
     """Trains to the end and returns {step, loss, checkpoint}.
 
-    Continues a run that `workdir` holds. Raises UserError, before anything is written, for what the
-    user got wrong; RunFailed when the run cannot go on.
+    Continues a run that `workdir` holds; else begins with fresh parameters, or with those of the
+    run in `init_from`. Raises UserError, before anything is written, for what the user got wrong;
+    RunFailed when the run cannot go on.
     """
     stream = stream or (sys.stderr if distributed.is_first() else _Nowhere())
     say = lambda line: print(f"cem: {line}", file=stream, flush=True)
     with watched(Stop(config.checkpoint.grace_seconds, distributed.leave, say)) as stop:
-        return _train(with_absolute_paths(config), workdir, stream, stop)
+        return _train(with_absolute_paths(config), place(workdir), init_from, stream, say, stop)
 
 
-def _train(config: Config, workdir: Path, stream, stop: Stop) -> dict[str, Any]:
+def _train(config: Config, workdir: epath.Path, init_from, stream, say, stop) -> dict[str, Any]:
+    if config.log.profile_steps and is_url(workdir):
+        raise UserError("log.profile_steps: profiles go to local directories; --workdir is a URL")
     setup = prepare_run(config)
-    check_same_run(workdir, config)
+    before = check_same_run(workdir, config)
     fingerprint = setup.mixture.fingerprint
-    distributed.agree(lambda: agreed_facts(config, fingerprint, _newest(workdir)))
+    distributed.agree(lambda: agreed_facts(config, fingerprint, _newest(workdir), init_from))
     total = config.total_steps
     with only_writer(workdir), Checkpointer(workdir / "checkpoints", **_kept(config)) as saved:
-        state, extra = _start(setup, saved)
+        state, extra, origin = _start(setup, saved, init_from, say)
         start = int(state.step)
         owes_validation = extra.get("owes_validation", False)
+        consumed = windows_consumed(extra, config) if start else 0
+        setup.loader.go_on(start, consumed)
         distributed.progress(f"step {start}, before the first one here")
+        if start >= total:
+            require_steps_left(workdir, start, before, config)
         if start >= total and not owes_validation:
-            if distributed.is_first() and read_config(workdir) != config:  # the data has moved
+            if distributed.is_first() and before != config:  # the data has moved
                 write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
             print(f"finished: {workdir} is at step {start} of {total}", file=stream)
             return _result(start, extra.get("loss"), saved)
@@ -78,11 +88,24 @@ def _train(config: Config, workdir: Path, stream, stop: Stop) -> dict[str, Any]:
             write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
         distributed.await_file(workdir / "config.json")
         with _metrics(workdir, config, start) as metrics:
-            loop = _Loop(setup, workdir, saved, metrics, stream, stop, extra)
+            loop = Loop(setup, workdir, saved, metrics, stream, stop, extra)
             loop.announce(start)
+            _record(start, consumed, before, config, origin, metrics, say)
             loss = loop.run(state, start, owes_validation)
         saved.wait()
         return _result(total, loss, saved)
+
+
+def _record(start: int, consumed: int, before, config: Config, origin, metrics, say) -> None:
+    """Tells and writes down where the parameters come from, or what is not as before."""
+    if origin is not None:
+        metrics.write("event", start, event="initialised", **origin)
+    if not start:
+        return
+    for line in rule(start, consumed, before, config):
+        say(line)
+    for name, (old, new) in changes(before, config).items():
+        metrics.write("event", start, event="changed", field=name, before=old, after=new)
 
 
 def _kept(config: Config) -> dict[str, Any]:
@@ -90,7 +113,7 @@ def _kept(config: Config) -> dict[str, Any]:
     return dict(keep=c.keep, keep_best=c.keep_best, keep_every=c.keep_every)
 
 
-def _newest(workdir: Path) -> int | None:
+def _newest(workdir: epath.Path) -> int | None:
     quiet = dict(keep=1, keep_best=False, report=lambda line: None)
     with Checkpointer(workdir / "checkpoints", **quiet) as found:
         return found.latest_step()
@@ -103,21 +126,35 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-def _metrics(workdir: Path, config: Config, start: int) -> MetricsWriter | SilentMetrics:
+def _metrics(workdir: epath.Path, config: Config, start: int) -> MetricsWriter | SilentMetrics:
     if not distributed.is_first():
         return SilentMetrics()
     return MetricsWriter(workdir, tensorboard=config.log.tensorboard, resume_step=start)
 
 
-def _start(setup: Setup, checkpointer: Checkpointer) -> tuple[TrainState, dict[str, Any]]:
-    """The newest sound checkpoint, or step 0."""
+def _start(
+    setup: Setup, checkpointer: Checkpointer, init_from: str | None, say
+) -> tuple[TrainState, dict[str, Any], dict[str, Any] | None]:
+    """(state, extra, origin): the newest sound checkpoint, or step 0."""
     if checkpointer.latest_step() is None:
-        return fresh_state(setup), {}
+        if init_from is None:
+            return fresh_state(setup), {}, None
+        state, origin = initialised_from(setup, init_from, say)
+        return state, {}, origin
+    if checkpointer.read_extra().get("imported"):
+        raise _no_optimizer_state(checkpointer.directory.parent)
     state, extra, _ = checkpointer.restore(None, setup.state)
     found, now = extra["dataset"], setup.mixture.fingerprint
     if found != now:
         raise _other_dataset(found, now)
-    return state, extra
+    return state, extra, None
+
+
+def _no_optimizer_state(workdir: epath.Path) -> UserError:
+    return UserError(
+        f"{workdir}: was made by `cem import` and holds parameters, but no optimizer state that "
+        f"training could go on with; begin another run with `--init-from {workdir}`"
+    )
 
 
 def _other_dataset(found: str, now: str) -> UserError:
@@ -128,219 +165,5 @@ def _other_dataset(found: str, now: str) -> UserError:
 
 
 def _result(step: int, loss: float | None, checkpointer: Checkpointer) -> dict[str, Any]:
-    checkpoint = Path(str(checkpointer.directory)) / str(checkpointer.latest_step())
+    checkpoint = checkpointer.directory / str(checkpointer.latest_step())
     return {"step": step, "loss": loss, "checkpoint": str(checkpoint)}
-
-
-class _Loop:
-    """The moving parts of a run."""
-
-    def __init__(
-        self, setup: Setup, workdir: Path, checkpointer, metrics, stream, stop: Stop, extra
-    ):
-        config = setup.config
-        self.setup, self.config, self.workdir = setup, config, workdir
-        self.checkpointer, self.metrics, self.stop = checkpointer, metrics, stop
-        self.total = config.total_steps
-        self.loss: float | None = extra.get("loss")
-        self.validation_loss: float | None = None
-        self.progress = Progress(self.total, config.tokens_per_step, stream)
-        self.rate = self.progress.rate
-        self.last_save = time.monotonic()
-        self.tracing = False
-        self.wishes = distributed.Wishes(setup.mesh)
-        step = jitted_step(config, setup.mesh, setup.state, self.total)
-        self.step = in_mesh(setup.mesh, distributed.together("the training step", step))
-        self.probe = make_probe(config, setup.mesh) if config.log.energies_every else None
-
-    def announce(self, start: int) -> None:
-        devices, count = jax.device_count(), distributed.processes()
-        kind = jax.devices()[0].device_kind
-        what = f"resuming at step {start}" if start else "starting"
-        self.progress.message(
-            f"{what} of {self.total} in {self.workdir}: {self.config.train.global_batch} sequences "
-            f"of {self.config.data.context} tokens a step, {self.config.train.compute_dtype}, "
-            f"{devices} × {kind}" + (f" in {count} processes" if count > 1 else "")
-        )
-
-    def run(self, state: TrainState, start: int, owes_validation: bool) -> float | None:
-        """Steps `start` … total − 1, with what belongs between them. Returns the last loss.
-
-        `owes_validation`: a stop came before the validation that belongs to step `start`.
-        """
-        batches = self.setup.loader.iterate(start)
-        pending: tuple[int, StepMetrics] | None = None
-        try:
-            if owes_validation:
-                self.stopping, self.save_is_due, self.eval_is_due = 0, True, True
-                self._between(state, start)
-            for step in range(start, self.total):
-                with self.rate.waiting():
-                    _, batch = next(batches)
-                self._profile(step)
-                batch = place_batch(batch, self.setup.mesh)
-                state, measured = self.step(state, batch)
-                if pending is not None:
-                    self._read(*pending)
-                pending = step, measured
-                if self._pause_after(step):
-                    self._read(*pending)
-                    pending = None
-                    if self.energies_are_due:
-                        self._describe(state, batch, step + 1)
-                    self._between(state, step + 1)
-        except jax.errors.JaxRuntimeError as error:
-            distributed.lost(error)
-            raise
-        finally:
-            batches.close()
-            if self.tracing:
-                jax.profiler.stop_trace()
-            self.progress.finish()
-        return self.loss
-
-    def _read(self, step: int, measured: StepMetrics) -> None:
-        """Fetch a step's scalars, by now computed; log them, and stop a run that went bad."""
-        measured = jax.device_get(measured)
-        self.rate.step_done()
-        self.stop.something_to_save()
-        self.checkpointer.check()
-        done = step + 1
-        distributed.progress(f"step {done}")
-        self.loss = float(measured.loss)
-        learning_rate = float(measured.learning_rate)
-        if measured.bad_steps:
-            self.progress.message(
-                f"step {done}: loss {self.loss}, gradient norm {float(measured.grad_norm)}: not "
-                "finite, the update was not applied"
-            )
-            self.metrics.write("event", done, event="skipped", in_a_row=int(measured.bad_steps))
-        if done % self.config.log.every == 0 or done == self.total:
-            self.metrics.write("train", done, **self._values(done, measured))
-        self.progress.update(done, loss=self.loss, learning_rate=learning_rate)
-        if measured.bad_steps >= self.config.train.max_bad_steps:
-            last = self.checkpointer.latest_step()
-            saved = f"the last checkpoint is step {last}" if last else "there is no checkpoint yet"
-            raise RunFailed(
-                f"step {done}: {int(measured.bad_steps)} non-finite steps in a row "
-                f"(train.max_bad_steps); {saved}"
-            )
-
-    def _values(self, done: int, measured: StepMetrics) -> dict[str, Any]:
-        rate = self.rate
-        per_token = training_flops_per_token(self.config.model, self.config.data.context)
-        values = dict(
-            loss=self.loss,
-            learning_rate=float(measured.learning_rate),
-            grad_norm=float(measured.grad_norm),
-            tokens=done * self.config.tokens_per_step,
-            tokens_per_second=rate.tokens_per_second,
-            step_seconds=rate.step_seconds,
-            data_wait_fraction=rate.data_wait_fraction,
-            skipped_steps=int(measured.skipped_steps),
-            epoch=self.setup.loader.epoch(done),
-        )
-        if rate.tokens_per_second is not None:
-            share = mfu(rate.tokens_per_second, per_token, jax.devices())
-            values |= {} if share is None else {"mfu": share}
-        return values
-
-    def _pause_after(self, step: int) -> bool:
-        done = step + 1
-        c = self.config.checkpoint
-        late = c.every_minutes is not None and (
-            time.monotonic() - self.last_save >= 60 * c.every_minutes
-        )
-        # Clocks and signals differ between processes; what follows from them must not.
-        self.stopping, late = self.wishes.settle(self.stop.signal or 0, late)
-        milestone = c.keep_every is not None and done % c.keep_every == 0
-        self.eval_is_due = done == self.total or done % self.config.eval.every == 0
-        self.save_is_due = (
-            done == self.total
-            or bool(self.stopping)
-            or done % c.every == 0
-            or milestone
-            or bool(late)
-        )
-        every = self.config.log.energies_every
-        self.energies_are_due = self.probe is not None and done % every == 0
-        return self.save_is_due or self.eval_is_due or self.energies_are_due
-
-    def _describe(self, state: TrainState, batch: dict[str, jax.Array], done: int) -> None:
-        """How the layers descend after `done` steps, on some of the last one's batch."""
-        with self.rate.paused():
-            self.metrics.write("energies", done, **self.probe(state.params, batch))
-        distributed.progress(f"energies after step {done}")
-
-    def _between(self, state: TrainState, done: int) -> None:
-        """Validation and checkpoint after `done` steps; the end, if a signal asked for it."""
-        self.validation_loss = None
-        with self.rate.paused():
-            if self.eval_is_due and not self.stopping:
-                self.eval_is_due = not self._validate(state, done)
-            if self.save_is_due or self.stopping:
-                self._save(state, done)
-        self.checkpointer.check()
-        if self.stopping:
-            with self.rate.paused():
-                self.checkpointer.wait()
-            self.progress.message(
-                f"stopped at step {done} of {self.total}; the same command resumes"
-            )
-            raise SystemExit(128 + self.stopping)
-
-    def _validate(self, state: TrainState, done: int) -> bool:
-        """Whether it came to its end: a signal breaks it off, in all processes alike."""
-
-        def report(batches: int) -> None:
-            distributed.progress(f"validation after step {done}")
-            self.stopping, _ = self.wishes.settle(self.stop.signal or 0, 0)
-            if self.stopping:
-                raise _BrokenOff
-
-        try:
-            whole = done == self.total
-            result = self.setup.evaluator(state.params, report, whole=whole)
-        except _BrokenOff:
-            return False
-        self.validation_loss = result["loss"]
-        self.metrics.write("eval", done, split=self.config.eval.split, **result)
-        bits = result["bits_per_byte"]
-        shown = "" if bits is None else f", {bits:.4f} bits per byte"
-        self.progress.message(
-            f"step {done}: {self.config.eval.split} loss {result['loss']:.4f}, perplexity "
-            f"{result['perplexity']:.2f}{shown}"
-        )
-        return True
-
-    def _save(self, state: TrainState, done: int) -> None:
-        mixture = self.setup.mixture
-        extra = {
-            "config": self.config.to_dict(),
-            "dataset": mixture.fingerprint,
-            "tokenizer_hash": mixture.tokenizer_hash,
-            "separator": mixture.separator,
-            "tokenizer": base64.b64encode(mixture.load_tokenizer().model_bytes).decode(),
-            "windows_consumed": done * self.config.train.global_batch,
-            "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
-            "owes_validation": self.eval_is_due,
-        }
-        self.checkpointer.save(done, state, extra, self.validation_loss)
-        self.last_save = time.monotonic()
-        self.wishes.forget()
-        distributed.progress(f"checkpoint {done}")
-
-    def _profile(self, step: int) -> None:
-        if not self.config.log.profile_steps or not distributed.is_first():
-            return
-        first, last = self.config.log.profile_steps
-        wanted = first <= step <= last  # a run may begin or end within them
-        if wanted and not self.tracing:
-            jax.profiler.start_trace(str(self.workdir / "profile"))
-        elif self.tracing and not wanted:
-            jax.profiler.stop_trace()
-        self.tracing = wanted
-
-
-class _BrokenOff(Exception):
-    """A signal came during a validation."""

@@ -10,12 +10,15 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from cem_jax.errors import UserError
+from cem_jax.train.places import is_url, place
 
 FILE_NAME = "metrics.jsonl"
 KINDS = ("train", "eval", "energies", "event")
@@ -35,11 +38,14 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool, resume_step: int):
-        folder = Path(workdir)
+        folder = place(workdir)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
-        _rewind(self.path, resume_step)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (held until close)
+        kept = _rewind(self.path, resume_step)
+        if is_url(self.path):
+            self._file = _Rewritten(self.path, kept)
+        else:
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (held until close)
         self._board = _open_board(folder / "tensorboard", resume_step) if tensorboard else None
 
     def __enter__(self) -> "MetricsWriter":
@@ -69,6 +75,14 @@ class MetricsWriter:
             if kind != "train":
                 self._board.flush()
 
+    def sync(self) -> None:
+        """Returns when what was written is kept, come what may; to be called before a save."""
+        self._file.flush()
+        if isinstance(self._file, _Rewritten):
+            self._file.upload()
+        else:
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the files; more than once does no harm."""
         self._file.close()
@@ -86,6 +100,37 @@ class SilentMetrics(contextlib.AbstractContextManager):
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Nothing is written."""
 
+    def sync(self) -> None:
+        """There is nothing to keep."""
+
+
+class _Rewritten:
+    """A text in an object store, which cannot append: written anew, whole, now and then."""
+
+    def __init__(self, path: epath.Path, text: str):
+        self._path, self._text, self._uploaded = path, text, text
+        self._due = 0.0
+
+    def write(self, text: str) -> None:
+        self._text += text
+
+    def flush(self) -> None:
+        """Upload if the last time is long enough ago: it should take 1 % of the time at most."""
+        if time.monotonic() >= self._due:
+            self.upload()
+
+    def upload(self) -> None:
+        if self._text == self._uploaded:
+            return
+        began = time.monotonic()
+        self._path.write_text(self._text)
+        self._uploaded = self._text
+        now = time.monotonic()
+        self._due = now + max(30.0, 100 * (now - began))
+
+    def close(self) -> None:
+        self.upload()
+
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """The lines of `path` (a `metrics.jsonl` or a run directory) as dicts, in order.
@@ -95,7 +140,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     Raises:
       UserError: the file is missing, or a line is no metrics line (named by its number).
     """
-    file = Path(path)
+    file = place(path)
     file = file / FILE_NAME if file.is_dir() else file
     try:
         content = file.read_bytes()
@@ -105,7 +150,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [_parse(file, number, line) for number, line in enumerate(lines, 1)]
 
 
-def _parse(file: Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse(file: epath.Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
         if isinstance(record, dict) and type(record["step"]) is int and record["kind"] in KINDS:
@@ -115,17 +160,22 @@ def _parse(file: Path, number: int, line: bytes) -> dict[str, Any]:
     raise UserError(f"{file}, line {number}: not a metrics line (an object with step and kind)")
 
 
-def _rewind(path: Path, step: int) -> None:
-    """Keep the whole lines up to `step`; all or nothing, even if killed here."""
+def _rewind(path: epath.Path, step: int) -> str:
+    """Keep the whole lines up to `step`, and return them; all or nothing, even if killed here."""
     if not path.exists():
-        return
-    kept = [line for line in read_metrics(path) if line["step"] <= step] if step > 0 else []
+        return ""
+    lines = [line for line in read_metrics(path) if line["step"] <= step] if step > 0 else []
+    kept = "".join(json.dumps(line) + "\n" for line in lines)
+    if is_url(path):
+        path.write_text(kept)
+        return kept
     scratch = path.with_name(path.name + ".tmp")
     with open(scratch, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in kept)
+        file.write(kept)
         file.flush()
         os.fsync(file.fileno())
     os.replace(scratch, path)
+    return kept
 
 
 def _plain(value: Any) -> Any:
@@ -145,7 +195,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a metric must be numbers or text, not {type(value).__name__}")
 
 
-def _open_board(folder: Path, resume_step: int) -> Any:
+def _open_board(folder: epath.Path, resume_step: int) -> Any:
     from tensorboardX import SummaryWriter  # slow to import, and often not wanted
 
     return SummaryWriter(str(folder), purge_step=resume_step + 1)

@@ -37,7 +37,7 @@ def place(path: str | os.PathLike[str]) -> epath.Path:
         found.exists()
     except ImportError as error:
         raise UserError(f"{text}: {error}; pip install 'cem_jax[cloud]'") from None
-    except NotImplementedError:
+    except (NotImplementedError, KeyError):
         raise UserError(f"{text}: runs are kept in directories, gs:// and s3://") from None
     except Exception as error:
         reason = str(error).strip().split("\n")[0]

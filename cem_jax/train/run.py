@@ -2,13 +2,15 @@
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
+
+from etils import epath
 
 from cem_jax.config import Config
 from cem_jax.data.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.model import pure
 from cem_jax.train.checkpoint import Checkpointer
+from cem_jax.train.places import place
 from cem_jax.train.rundir import read_config
 from cem_jax.train.runtime import configure_jax
 
@@ -26,7 +28,7 @@ def _anywhere(config: Config) -> Config:
 class Run:
     """A run: its configuration, tokenizer and checkpoints. Nothing here writes to it."""
 
-    workdir: Path
+    workdir: epath.Path
     config: Config
 
     @classmethod
@@ -35,7 +37,7 @@ class Run:
 
         Configures JAX as the run does: float64, compile cache.
         """
-        path = Path(workdir)
+        path = place(workdir)
         if not path.is_dir():
             raise UserError(f"run directory {path} does not exist: `cem train` makes one")
         config = read_config(path)
@@ -53,7 +55,12 @@ class Run:
 
         Raises UserError when tokenizer.model is missing or does not fit the model.
         """
-        tokenizer = Tokenizer.load(self.workdir / "tokenizer.model")
+        path = self.workdir / "tokenizer.model"
+        try:
+            tokenizer = Tokenizer(path.read_bytes(), name=str(path))
+        except OSError as error:
+            reason = error.strerror or "it is not there"
+            raise UserError(f"tokenizer {path} cannot be read: {reason}") from None
         if tokenizer.vocab_size > self.config.model.vocab_size:
             raise UserError(
                 f"{tokenizer.name} has {tokenizer.vocab_size} pieces, more than model.vocab_size = "

@@ -15,36 +15,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from cem_jax.config import Config, differences, leaves
+from etils import epath
+
+from cem_jax.config import Config, leaves
 from cem_jax.errors import UserError
 from cem_jax.parallel import distributed
-
-# Fields that may differ when a run goes on: they change neither the model nor the data it sees.
-FREE_SECTIONS = ("log", "checkpoint", "eval", "mesh")
-FREE_FIELDS = (
-    "data.path",  # the dataset may have moved; its fingerprint must be the same
-    "data.prefetch",
-    "model.scan_layers",
-    "model.remat",
-    "model.attention.update",
-    "model.attention.implementation",
-    "model.attention.block_sizes",
-    "model.attention.remat_steps",
-    "model.mlp.update",
-    "model.mlp.remat_steps",
-    "train.microbatch",
-    "train.max_bad_steps",
-    "train.stall_minutes",
-)
+from cem_jax.train.places import is_url
 
 # Places, which may differ between the machines of a run.
 LOCAL_FIELDS = ("data.path", "data.mixture", "log.compile_cache")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def read_config(workdir: Path) -> Config | None:
+def read_config(workdir: epath.Path) -> Config | None:
     """The configuration of the run in `workdir`, None if there is none; UserError if broken."""
     path = workdir / "config.json"
     if not path.exists():
@@ -70,35 +54,13 @@ def with_absolute_paths(config: Config) -> Config:
     return replace(config, data=data)
 
 
-def check_same_run(workdir: Path, config: Config) -> None:
-    """Raises UserError, naming every differing field, when `workdir` holds another run."""
-    present = read_config(workdir)
-    if present is None:
-        unfit = [p.name for p in (workdir / "checkpoints",) if p.exists()]
-        if unfit:
-            raise UserError(f"{workdir}: has {unfit[0]}/ but no config.json; use another --workdir")
-        return
-    changed = [d for d in differences(present, config) if not is_free(d.partition(":")[0])]
-    if changed:
-        raise UserError(
-            f"{workdir}: belongs to a run of another configuration; use another --workdir, or "
-            "undo these changes (there -> now)",
-            *changed,
-        )
-
-
-def is_free(field: str) -> bool:
-    """Whether the dotted field may differ when a run goes on."""
-    return field.partition(".")[0] in FREE_SECTIONS or field in FREE_FIELDS
-
-
 @contextlib.contextmanager
-def only_writer(workdir: Path) -> Iterator[None]:
-    """Makes `workdir`, and keeps a second `cem train` out of it.
+def only_writer(workdir: epath.Path) -> Iterator[None]:
+    """Makes `workdir`, and keeps a second `cem train` out of it; object stores have no locks.
 
     Raises UserError when it cannot be made or another process is at work in it.
     """
-    if not distributed.is_first():
+    if not distributed.is_first() or is_url(workdir):
         yield
         return
     try:
@@ -108,12 +70,16 @@ def only_writer(workdir: Path) -> Iterator[None]:
         raise UserError(f"--workdir {workdir}: cannot be made: {error.strerror}") from None
     try:
         _lock(directory, workdir)
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it holds something
+                os.rmdir(workdir)
     finally:
         os.close(directory)
 
 
-def _lock(directory: int, workdir: Path) -> None:
+def _lock(directory: int, workdir: epath.Path) -> None:
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however
     except BlockingIOError:
@@ -124,7 +90,7 @@ def _lock(directory: int, workdir: Path) -> None:
         pass  # a file system without locks
 
 
-def agreed_facts(config: Config, fingerprint: str, latest: int | None) -> dict[str, Any]:
+def agreed_facts(config: Config, fingerprint: str, latest: int | None, origin: str | None):
     """What must be the same in all processes of a run: configuration, code, data, first step."""
     facts = {f"config {name}": value for name, value in leaves(config).items()}
     for name in LOCAL_FIELDS:
@@ -139,17 +105,21 @@ def agreed_facts(config: Config, fingerprint: str, latest: int | None) -> dict[s
         "source code of cem_jax": digest.hexdigest()[:16],
         "dataset": fingerprint,
         "newest checkpoint": latest,
+        "--init-from": origin,
     }
 
 
-def write_run_files(workdir: Path, config: Config, tokenizer_model: bytes) -> None:
+def write_run_files(workdir: epath.Path, config: Config, tokenizer_model: bytes) -> None:
     """config.json and tokenizer.model, each whole or not at all."""
     workdir.mkdir(parents=True, exist_ok=True)
     _write(workdir / "tokenizer.model", tokenizer_model)
     _write(workdir / "config.json", json.dumps(config.to_dict(), indent=2).encode() + b"\n")
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: epath.Path, content: bytes) -> None:
+    if is_url(path):
+        path.write_bytes(content)  # an object is there whole or not at all
+        return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

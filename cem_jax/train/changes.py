@@ -1,0 +1,131 @@
+"""What may differ between a run and its continuation, and by which rule the run then goes on.
+
+A run whose batch, context or schedule changed goes on with its parameters, its optimizer state and
+its step. The learning rate is the new schedule's at that step. The data go on at the first window
+that was not consumed; windows of another length at the place as many tokens into their order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from etils import epath
+
+from cem_jax.config import Config, OptimizerConfig, differences, leaves
+from cem_jax.errors import UserError
+from cem_jax.train.optimizer import learning_rate
+from cem_jax.train.rundir import read_config
+
+# These change neither the model nor the data it sees.
+FREE_SECTIONS = ("log", "checkpoint", "eval", "mesh")
+FREE_FIELDS = (
+    "data.path",  # the dataset may have moved; its fingerprint must be the same
+    "data.prefetch",
+    "model.scan_layers",
+    "model.remat",
+    "model.attention.update",
+    "model.attention.implementation",
+    "model.attention.block_sizes",
+    "model.attention.remat_steps",
+    "model.mlp.update",
+    "model.mlp.remat_steps",
+    "train.microbatch",
+    "train.max_bad_steps",
+    "train.stall_minutes",
+)
+
+# These change what the coming steps do, and are told.
+RULED_FIELDS = (
+    "train.steps",
+    "train.tokens",
+    "train.global_batch",
+    "data.context",
+    *(f"optimizer.{name}" for name in OptimizerConfig.__dataclass_fields__),
+)
+
+
+def check_same_run(workdir: epath.Path, config: Config) -> Config:
+    """The configuration that the run in `workdir` was last begun with; `config` if it holds none.
+
+    Raises UserError, naming the fields, when that is another run's.
+    """
+    present = read_config(workdir)
+    if present is None:
+        if (workdir / "checkpoints").exists():
+            raise UserError(
+                f"{workdir}: has checkpoints/ but no config.json; use another --workdir"
+            )
+        return config
+    changed = [d for d in differences(present, config) if _kind(d) == "fixed"]
+    if changed:
+        raise UserError(
+            f"{workdir}: belongs to a run of another configuration; use another --workdir, or "
+            "undo these changes (there -> now)",
+            *changed,
+        )
+    return present
+
+
+def changes(before: Config, now: Config) -> dict[str, tuple]:
+    """The fields that are told when they change: name -> (before, now)."""
+    old, new = leaves(before), leaves(now)
+    return {name: (old[name], new[name]) for name in RULED_FIELDS if old[name] != new[name]}
+
+
+def require_steps_left(workdir: epath.Path, step: int, before: Config, now: Config) -> None:
+    """Raises UserError for a finished run whose batch, context or schedule changed."""
+    told = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changes(before, now).items()]
+    if told:
+        raise UserError(
+            f"{workdir}: the run is at step {step}, and with these changes it ends at step "
+            f"{now.total_steps}; raise train.steps, or undo them (there -> now)",
+            *told,
+        )
+
+
+def windows_consumed(extra: Mapping[str, Any], now: Config) -> int:
+    """The window number at which the run goes on whose checkpoint holds `extra`."""
+    consumed, length = extra["windows_consumed"], extra["config"]["data"]["context"]
+    return consumed if length == now.data.context else consumed * length // now.data.context
+
+
+def rule(step: int, consumed: int, before: Config, now: Config) -> list[str]:
+    """How the run goes on at `step` under `now`: a line for each thing that is not as before.
+
+    `consumed`: the window number at which it goes on.
+    """
+    changed = changes(before, now)
+    if not changed:
+        return []
+    lines = [
+        f"{name}: {old!r} -> {new!r} from step {step} on" for name, (old, new) in changed.items()
+    ]
+    rates = [_rate(step, config) for config in (before, now)]
+    ends = [config.total_steps for config in (before, now)]
+    if rates[0] != rates[1] or ends[0] != ends[1]:
+        lines.append(
+            f"schedule: the new one's at step {step}: learning rate {rates[1]:.4g}, was "
+            f"{rates[0]:.4g}; the end is step {ends[1]}, was {ends[0]}"
+        )
+    place = f"step {step} begins with window {consumed} of the order"
+    if "data.context" in changed:
+        lines.append(
+            f"data: windows of another length are cut and shuffled anew; {place}, as many tokens "
+            "into it: some of this epoch's may come again, others be left out"
+        )
+    elif "train.global_batch" in changed:
+        lines.append(f"data: {place}, the first that was not seen")
+    return lines
+
+
+def _rate(step: int, config: Config) -> float:
+    total = config.total_steps
+    at = jnp.asarray(min(step, total - 1), jnp.int32)
+    return float(learning_rate(at, config.optimizer, total))
+
+
+def _kind(difference: str) -> str:
+    field = difference.partition(":")[0]
+    if field.partition(".")[0] in FREE_SECTIONS or field in FREE_FIELDS:
+        return "free"
+    return "ruled" if field in RULED_FIELDS else "fixed"

@@ -1,0 +1,77 @@
+"""`cem train --init-from RUN`: a new run that begins with the parameters of another one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from cem_jax.errors import UserError
+from cem_jax.train.checkpoint import Checkpointer
+from cem_jax.train.naming import describe, named_leaves, nested
+from cem_jax.train.places import place
+from cem_jax.train.setup import Setup, fresh_state
+from cem_jax.train.step import TrainState
+
+_PARAMS = "params/"
+
+
+def initialised_from(
+    setup: Setup, origin: str, say: Callable[[str], None]
+) -> tuple[TrainState, dict[str, Any]]:
+    """Step 0 with the parameters of the run `origin`, where names, shapes and dtypes agree.
+
+    The rest stays as freshly drawn; `say` is told what. Returns the state, and what is worth
+    recording: {from, checkpoint, taken, fresh, unused}.
+
+    Raises:
+      UserError: `origin` has no sound checkpoint, or not one parameter agrees.
+    """
+    state = fresh_state(setup)
+    ours = {_PARAMS + name: leaf for name, leaf in named_leaves(setup.state.params).items()}
+    with Checkpointer(place(origin) / "checkpoints", keep=1, keep_best=False) as checkpoints:
+        step = checkpoints.newest_sound()
+        info = checkpoints.describe(step)
+        theirs = {n: text for n, text in info["arrays"].items() if n.startswith(_PARAMS)}
+        taken = {name: leaf for name, leaf in ours.items() if theirs.get(name) == describe(leaf)}
+        if not taken:
+            raise UserError(
+                f"--init-from {origin}: no parameter of its checkpoint {step} has the name and "
+                "shape of one of this model",
+                *_unlike(ours, theirs)[:20],
+            )
+        restored, extra, _ = checkpoints.restore(step, nested(taken), partial=True)
+    found = named_leaves(restored)
+    paths, treedef = jax.tree.flatten(state.params)
+    params = treedef.unflatten(
+        found.get(name, leaf) for name, leaf in zip(ours, paths, strict=True)
+    )
+    fresh, unused = _unlike(ours, theirs), sorted(theirs.keys() - ours.keys())
+    say(f"{len(taken)} of {len(ours)} parameters from checkpoint {step} of {origin}")
+    for line in fresh:
+        say(f"as freshly drawn: {line}")
+    for name in unused:
+        say(f"not used: {_shown(name)}: {theirs[name]} there, absent here")
+    hashes = extra.get("tokenizer_hash"), setup.mixture.tokenizer_hash
+    if hashes[0] not in (None, hashes[1]):
+        say(f"trained with tokenizer {hashes[0]} there, {hashes[1]} here")
+    record = {
+        "from": str(origin),
+        "checkpoint": step,
+        "taken": len(taken),
+        "fresh": [_shown(name) for name in ours if name not in taken],
+        "unused": [_shown(name) for name in unused],
+    }
+    return state._replace(params=params), record
+
+
+def _unlike(ours: dict[str, Any], theirs: dict[str, str]) -> list[str]:
+    """A line for each parameter of ours that theirs has not, or not so."""
+    return [
+        f"{_shown(name)}: {theirs.get(name, 'absent')} there, {describe(leaf)} here"
+        for name, leaf in ours.items()
+        if theirs.get(name) != describe(leaf)
+    ]
+
+
+def _shown(name: str) -> str:
+    return name.removeprefix(_PARAMS)

@@ -1,0 +1,104 @@
+"""Going on with another batch, context or schedule: the rule, as it is told and as it is."""
+
+import io
+
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_dataset
+
+from cem_jax.data.loader import TrainLoader
+from cem_jax.data.mixture import single
+from cem_jax.data.store import open_dataset
+from cem_jax.errors import UserError
+from cem_jax.train import loop, stepping
+from cem_jax.train.changes import changes, rule, windows_consumed
+from cem_jax.train.metrics import read_metrics
+
+SHORT = dict(model__layers=1, checkpoint__every=3, eval__every=100)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return tiny_dataset(tmp_path_factory.mktemp("data"))
+
+
+def test_nothing_is_told_where_nothing_changed():
+    config = tiny_config()
+    assert rule(3, 12, config, tiny_config(checkpoint__keep=5, mesh__fsdp=2)) == []
+    assert changes(config, tiny_config(optimizer__b1=0.8)) == {"optimizer.b1": (0.9, 0.8)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (dict(train__global_batch=8), "step 3 begins with window 12 of the order, the first that"),
+        (dict(data__context=16), "step 3 begins with window 12 of the order, as many tokens into"),
+        (dict(train__steps=20), "the end is step 20, was 8"),
+        (dict(optimizer__learning_rate=0.001), "learning_rate: 0.002 -> 0.001 from step 3 on"),
+    ],
+)
+def test_the_rule_is_told_with_its_numbers(fields, told):
+    lines = rule(3, 12, tiny_config(), tiny_config(**fields))
+    assert any(told in line for line in lines), lines
+
+
+@pytest.mark.parametrize(("context", "number"), [(32, 12), (16, 24), (48, 8), (64, 6)])
+def test_windows_of_another_length_go_on_after_as_many_tokens(context, number):
+    extra = {"windows_consumed": 12, "config": {"data": {"context": 32}}}
+    assert windows_consumed(extra, tiny_config(data__context=context)) == number
+
+
+def test_a_run_goes_on_with_another_batch_and_schedule(dataset, tmp_path, monkeypatch):
+    data = dict(data__path=str(dataset), **SHORT)
+    seen = consumed_windows(monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stepping.Loop, "run", stop_at(3))
+        with pytest.raises(SystemExit):
+            loop.train(tiny_config(**data), tmp_path / "run")
+    told = io.StringIO()
+    changed = tiny_config(**data, train__global_batch=8, train__steps=6)
+    loop.train(changed, tmp_path / "run", stream=told)
+    assert "train.global_batch: 4 -> 8 from step 3 on" in told.getvalue()
+    lines = read_metrics(tmp_path / "run")
+    events = [(e["step"], e["field"], e["before"], e["after"]) for e in lines if "field" in e]
+    assert events == [(3, "train.steps", 8, 6), (3, "train.global_batch", 4, 8)]
+    tokens = [line["tokens"] for line in lines if line["kind"] == "train"]
+    assert tokens == [128, 256, 384, 640, 896, 1152]  # 4 × 32 a step, then 8 × 32
+    order = TrainLoader(single(open_dataset(str(dataset))), context=32, global_batch=1, seed=0)
+    rows = [order.batch(number)["tokens"][0] for number in range(36)]
+    np.testing.assert_array_equal(np.concatenate(seen), rows)  # none twice, none left out
+    again = io.StringIO()
+    assert loop.train(changed, tmp_path / "run", stream=again)["step"] == 6
+    assert "from step" not in again.getvalue()
+    with pytest.raises(UserError) as refused:  # there is nothing left that could go on
+        loop.train(tiny_config(**data, train__steps=5, train__global_batch=8), tmp_path / "run")
+    assert "is at step 6" in str(refused.value) and "train.steps: 6 -> 5" in str(refused.value)
+
+
+def consumed_windows(patch):
+    """The batches that go to the devices, as they do."""
+    seen, unpatched = [], stepping.place_batch
+
+    def place(batch, mesh):
+        seen.append(np.array(batch["tokens"]))
+        return unpatched(batch, mesh)
+
+    patch.setattr(stepping, "place_batch", place)
+    return seen
+
+
+def stop_at(step):
+    unpatched = stepping.Loop.run
+
+    def run(self, state, start, owes_validation):
+        pause = self._pause_after
+        self.stop.signal = None
+
+        def pausing(now):
+            self.stop.signal = 15 if now + 1 == step else None
+            return pause(now)
+
+        self._pause_after = pausing
+        return unpatched(self, state, start, owes_validation)
+
+    return run

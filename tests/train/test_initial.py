@@ -1,0 +1,93 @@
+"""`cem train --init-from RUN`: what is taken, what is not, and that it is told."""
+
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny import tiny_config, tiny_dataset
+
+from cem_jax.errors import UserError
+from cem_jax.train import loop
+from cem_jax.train.initial import initialised_from
+from cem_jax.train.metrics import read_metrics
+from cem_jax.train.run import Run
+from cem_jax.train.setup import fresh_state, prepare_run
+
+SHORT = dict(train__steps=2, eval__every=100, model__layers=1)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return tiny_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def origin(dataset, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("origin") / "run"
+    loop.train(tiny_config(data__path=str(dataset), **SHORT), workdir)
+    return workdir
+
+
+def begun(dataset, origin, **changes):
+    """(parameters at step 0, what was told, what is recorded)."""
+    setup = prepare_run(tiny_config(data__path=str(dataset), **(SHORT | changes)))
+    told = []
+    state, record = initialised_from(setup, str(origin), told.append)
+    fresh = fresh_state(setup)
+    assert int(state.step) == 0
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state, fresh.opt_state)
+    return state.params, fresh.params, told, record
+
+
+def test_all_parameters_of_a_like_model_are_taken_bit_for_bit(dataset, origin):
+    params, _, told, record = begun(dataset, origin, seed=5)
+    jax.tree.map(np.testing.assert_array_equal, params, Run.open(origin).parameters()[0])
+    count = len(jax.tree.leaves(params))
+    assert told == [f"{count} of {count} parameters from checkpoint 2 of {origin}"]
+    assert record["fresh"] == record["unused"] == []
+
+
+def test_what_does_not_match_is_listed_and_fresh(dataset, origin):
+    changed = dict(
+        model__mlp__dim=64,
+        model__attention__diagonal="none",
+        model__attention__learn_step_size=True,
+    )
+    params, fresh, told, record = begun(dataset, origin, **changed)
+    theirs = Run.open(origin).parameters()[0]
+    np.testing.assert_array_equal(params["embedding"], theirs["embedding"])
+    tied = params["blocks"]["mlp"]["tied"]
+    np.testing.assert_array_equal(tied, fresh["blocks"]["mlp"]["tied"])
+    text = "\n".join(told)
+    assert "blocks/mlp/tied: float32[1, 48, 32] there, float32[1, 64, 32] here" in text
+    assert "not used: blocks/attention/diagonal: float32[1, 32] there, absent here" in text
+    assert "blocks/mlp/tied" in record["fresh"] and len(record["fresh"]) >= 3
+    assert record["unused"] == ["blocks/attention/diagonal"]
+
+
+def test_nothing_in_common_is_refused(dataset, origin):
+    other = dict(model__dim=64, model__attention__heads=4, model__attention__diagonal="none",
+                 model__attention__self_bias=False)  # fmt: skip
+    with pytest.raises(UserError, match="no parameter of its checkpoint 2 has the name and shape"):
+        begun(dataset, origin, **other)
+
+
+def test_the_new_run_records_it_and_resumes_without(dataset, origin, tmp_path):
+    config = tiny_config(data__path=str(dataset), **SHORT, seed=3)
+    workdir = tmp_path / "run"
+    first = loop.train(config, workdir, init_from=str(origin), stream=io.StringIO())
+    event = read_metrics(workdir)[0]
+    assert (event["step"], event["event"], event["from"]) == (0, "initialised", str(origin))
+    assert json.loads((workdir / "config.json").read_text())["seed"] == 3
+    assert loop.train(config, workdir, init_from=str(origin), stream=io.StringIO()) == first
+
+
+def test_no_run_there(dataset, tmp_path):
+    with pytest.raises(UserError, match=r"no complete checkpoint in .*nowhere"):
+        loop.train(
+            tiny_config(data__path=str(dataset), **SHORT), tmp_path / "run",
+            init_from=str(tmp_path / "nowhere"),
+        )  # fmt: skip
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,191 @@
+"""SIGTERM and SIGINT in every phase of a run; what comes after is as if nothing had happened."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from tiny import tiny_config, tiny_dataset
+from undisturbed import assert_same_run
+
+from cem_jax.train import checkpoint, loop, stepping
+from cem_jax.train.checkpoint import Checkpointer
+from cem_jax.train.metrics import read_metrics
+from cem_jax.train.signals import Stop, watched
+
+TERM, INT = signal.SIGTERM, signal.SIGINT
+SHORT = dict(train__steps=6, model__layers=1, eval__every=3, checkpoint__every=2)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return tiny_dataset(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(dataset, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    loop.train(tiny_config(data__path=str(dataset), **SHORT), workdir)
+    return workdir
+
+
+def busy_without_python(seconds: float) -> None:
+    """Holds the main thread where Python runs no signal handler, as a compilation does."""
+    end = time.monotonic() + seconds
+    rounds = 200_000
+    while time.monotonic() < end:
+        began = time.monotonic()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+        rounds = int(rounds * (end - time.monotonic()) / max(time.monotonic() - began, 1e-3)) + 1
+
+
+def stopped(grace):
+    ends, lines = [], []
+    return (
+        Stop(grace, lambda *how: ends.append((*how, time.monotonic())), lines.append),
+        ends,
+        lines,
+    )
+
+
+def test_a_signal_is_heard_and_the_time_watched_while_python_cannot_act():
+    stop, ends, lines = stopped(0.2)
+    stop.something_to_save()
+    began = time.monotonic()
+    with watched(stop):
+        os.kill(os.getpid(), TERM)
+        busy_without_python(1.0)
+    ((status, line, at),) = ends
+    assert status == 143 and at - began < 0.8
+    assert "no end within 0 s of SIGTERM (checkpoint.grace_seconds)" in line
+    assert lines == ["SIGTERM: saving, for at most 0 s"]
+
+
+def test_a_second_signal_changes_nothing():
+    stop, ends, lines = stopped(60)
+    stop.something_to_save()
+    with watched(stop):
+        for number in (INT, TERM, TERM, INT):
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+    assert stop.signal == INT and stop.status == 130
+    assert len(lines) == 1 and not ends
+
+
+def test_the_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in (INT, TERM)]
+    with watched(stopped(1)[0]):
+        assert signal.getsignal(TERM) != before[1]
+    assert [signal.getsignal(number) for number in (INT, TERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def send(times: int = 2) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), TERM)
+        time.sleep(0.02)
+
+
+def while_validating(patch, at):
+    unpatched = stepping.Loop._validate
+
+    def validate(self, state, done):
+        if done == at:
+            send()
+        return unpatched(self, state, done)
+
+    patch.setattr(stepping.Loop, "_validate", validate)
+
+
+def in_a_step(patch, at):
+    unpatched, count = stepping.place_batch, iter(range(1, 100))
+
+    def place(batch, mesh):
+        if next(count) == at:
+            send()
+        return unpatched(batch, mesh)
+
+    patch.setattr(stepping, "place_batch", place)
+
+
+def while_saving(patch, at):
+    """In Orbax's thread, while the main one goes on, or waits for the last save."""
+    unpatched = checkpoint.write_checksums
+
+    def write(directory):
+        if directory.name.split(".")[0] == str(at):
+            send()
+            time.sleep(0.3)
+        unpatched(directory)
+
+    patch.setattr(checkpoint, "write_checksums", write)
+
+
+@pytest.mark.parametrize(
+    ("phase", "at", "status"),
+    [
+        (in_a_step, 2, 143),
+        (in_a_step, 6, 143),  # the final validation is made up for
+        (while_validating, 3, 143),
+        (while_validating, 6, 143),
+        (while_saving, 2, 143),
+        (while_saving, 6, 0),  # nothing is left to do
+    ],
+)
+def test_a_signal_saves_and_ends(phase, at, status, dataset, whole, tmp_path):
+    config = tiny_config(data__path=str(dataset), **SHORT)
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        phase(patch, at)
+        if status:
+            with pytest.raises(SystemExit) as ended:
+                loop.train(config, run)
+            assert ended.value.code == status
+            with Checkpointer(run / "checkpoints", keep=9, keep_best=True) as found:
+                assert found.latest_step() in (at, at + 1)
+        else:
+            assert loop.train(config, run)["step"] == 6
+    assert loop.train(config, run)["step"] == 6
+    assert_same_run(run, whole, config)
+    assert read_metrics(run)[-1]["kind"] == "eval"
+
+
+COMPILING = """
+    import os, signal, sys, threading, time
+    sys.path.insert(0, sys.argv[1])
+    from tiny import tiny_config
+    from cem_jax.train import loop, stepping
+
+    config = tiny_config(data__path=sys.argv[2], log__compile_cache=sys.argv[4], **{fields})
+    unpatched = stepping.jitted_step
+
+    def jitted(*args):
+        # from the first call on, which compiles for seconds: nothing is there to be loaded
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        print(time.time(), flush=True)
+        return unpatched(*args)
+
+    stepping.jitted_step = jitted
+    loop.train(config, sys.argv[3])
+"""
+
+
+def test_a_signal_while_compiling_ends_the_run_soon(dataset, tmp_path):
+    fields = SHORT | dict(model__layers=3, model__scan_layers=False)  # seconds to compile
+    script = textwrap.dedent(COMPILING).replace("{fields}", repr(fields))
+    command = [sys.executable, "-c", script, str(Path(__file__).parents[1]), str(dataset)]
+    command += [str(tmp_path / "run"), str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    took = time.time() - float(done.stdout)
+    assert done.returncode == 143, done.stderr
+    assert "SIGTERM before the first step" in done.stderr and "Traceback" not in done.stderr
+    assert took < 6  # a second's grace, and what a busy machine adds
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+    config = tiny_config(data__path=str(dataset), **(fields | dict(train__steps=1)))
+    (tmp_path / "run" / "config.json").unlink()
+    assert loop.train(config, tmp_path / "run")["step"] == 1
