@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from cem_jax.config import Config, leaves, load_config
 from cem_jax.config_file import call_in_file, split_argument
 from cem_jax.errors import UserError
-from cem_jax.train.rundir import is_free
+from cem_jax.train.changes import is_free
 
 BASE = Path(__file__).resolve().parents[2] / "configs" / "base.py"
 LEARNING_RATE = "optimizer.learning_rate"

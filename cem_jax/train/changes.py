@@ -44,6 +44,11 @@ RULED_FIELDS = (
 )
 
 
+def is_free(field: str) -> bool:
+    """Whether the dotted field changes neither the model nor the data it sees."""
+    return field.partition(".")[0] in FREE_SECTIONS or field in FREE_FIELDS
+
+
 def check_same_run(workdir: epath.Path, config: Config) -> Config:
     """The configuration that the run in `workdir` was last begun with; `config` if it holds none.
 
@@ -126,6 +131,6 @@ def _rate(step: int, config: Config) -> float:
 
 def _kind(difference: str) -> str:
     field = difference.partition(":")[0]
-    if field.partition(".")[0] in FREE_SECTIONS or field in FREE_FIELDS:
+    if is_free(field):
         return "free"
     return "ruled" if field in RULED_FIELDS else "fixed"
