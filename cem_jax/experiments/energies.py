@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from cem_jax.train.metrics import FILE_NAME, read_metrics
+from cem_jax.train.places import entries
 
 # Fields of a line that are lists over layer and t, with how a picture calls them.
 QUANTITIES = {
@@ -27,9 +29,9 @@ QUANTITIES = {
 SUBLAYERS = ("attention", "mlp")
 
 
-def energy_lines(workdir: Path) -> dict[str, list[dict[str, Any]]]:
+def energy_lines(workdir: epath.Path) -> dict[str, list[dict[str, Any]]]:
     """The `energies` lines of each run in the folders of `workdir`, and of itself, by name."""
-    folders = [workdir, *sorted(path for path in workdir.iterdir() if path.is_dir())]
+    folders = [workdir, *(path for path in entries(workdir) if path.is_dir())]
     found = {}
     for folder in folders:
         if (folder / FILE_NAME).exists():

@@ -4,12 +4,13 @@ Reads a sweep's directory, or one of rows that `cem sweep --results` kept. Write
 each figure, and index.html, which holds them all.
 """
 
-import csv
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from etils import epath
 
 from cem_jax.errors import UserError
 from cem_jax.experiments.differences import differences
@@ -18,7 +19,8 @@ from cem_jax.experiments.figures import draw, draw_all_over_flops
 from cem_jax.experiments.grid import BASE, Sweep, read_sweep
 from cem_jax.experiments.page import Page, shown
 from cem_jax.experiments.results import COLUMNS, Point, best_rates, points_of
-from cem_jax.experiments.rows import read_rows
+from cem_jax.experiments.rows import read_rows, write_csv
+from cem_jax.train.places import is_url, place
 
 PAPER = BASE.parent / "paper"
 
@@ -29,13 +31,15 @@ def run(args: Namespace) -> dict[str, Any]:
     Missing runs are no error. Raises UserError for a directory without rows and without energies,
     and for a figure's file with a mistake in it.
     """
-    workdir = Path(args.workdir)
+    workdir = place(args.workdir)
+    if is_url(workdir) and not args.output:
+        raise UserError(f"--output: needed, a local directory, since --workdir {workdir} is a URL")
     if not workdir.is_dir():
         raise UserError(f"--workdir {workdir}: no such directory; `cem sweep` makes one")
     rows, energies = read_rows(workdir), energy_lines(workdir)
     if not rows and not energies:
         raise UserError(f"--workdir {workdir}: no finished run in it, and no energies to draw")
-    report = _Report(workdir, Path(args.output) if args.output else workdir / "report")
+    report = _Report(workdir, Path(args.output) if args.output else Path(workdir) / "report")
     report.datasets(rows.values())
     for sweep in _sweeps(args, {row["size"] for row in rows.values()}):
         report.figure(sweep, points_of(sweep, rows.values(), args.overrides))
@@ -58,7 +62,7 @@ def _sweeps(args: Namespace, sizes: set[str]) -> list[Sweep]:
 class _Report:
     """What is written, section by section."""
 
-    def __init__(self, workdir: Path, output: Path):
+    def __init__(self, workdir: epath.Path, output: Path):
         self.output = output
         output.mkdir(parents=True, exist_ok=True)
         self.page = Page(f"Runs in {workdir.name or workdir}")
@@ -153,10 +157,7 @@ class _Report:
         yield f"{len(self.missing)} runs are missing; {self.output / 'index.html'}"
 
     def _csv(self, name: str, table: Sequence[Mapping[str, Any]]) -> None:
-        with open(self._file(name), "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(table)
+        write_csv(epath.Path(self._file(name)), COLUMNS, table)
 
     def _file(self, name: str) -> Path:
         self.files.append(self.output / name)

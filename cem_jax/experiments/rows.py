@@ -4,15 +4,17 @@ A sweep's directory holds it as <run>/row.json; `--results DIR` keeps a copy as 
 a run whose row is there is not run again. `cem report` reads both.
 """
 
+import csv
+import io
 import json
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 from cem_jax import evaluate
 from cem_jax.errors import UserError
@@ -20,12 +22,13 @@ from cem_jax.experiments.grid import Run
 from cem_jax.model import pure
 from cem_jax.train.flops import training_flops_per_token
 from cem_jax.train.metrics import read_metrics
+from cem_jax.train.places import is_url
 
 FORMAT = "cem_jax row 1"
 SPLIT = "test"
 
 
-def measure(run: Run, workdir: Path, dataset: str) -> dict[str, Any]:
+def measure(run: Run, workdir: epath.Path, dataset: str) -> dict[str, Any]:
     """The row of a run that was trained in `workdir`, evaluated on the test split.
 
     Its last validation is taken if that was of the test split; otherwise it is evaluated here.
@@ -72,7 +75,7 @@ def training_seconds(lines: list[dict[str, Any]]) -> float | None:
     return total
 
 
-def read_rows(folder: Path) -> dict[str, dict[str, Any]]:
+def read_rows(folder: epath.Path) -> dict[str, dict[str, Any]]:
     """The rows in `folder` and in the folders within it, by the runs' names.
 
     Raises UserError for a file that is no JSON; JSON files that hold no row are passed over.
@@ -91,13 +94,30 @@ def read_rows(folder: Path) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: epath.Path, value: Any) -> None:
     """Whole or not at all."""
+    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_csv(path: epath.Path, columns: Sequence[str], table: Sequence[Mapping[str, Any]]) -> None:
+    """Whole or not at all."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    write_whole(path, text.getvalue())
+
+
+def write_whole(path: epath.Path, text: str) -> None:
+    """The file `path`, whole or not at all; its directory is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if is_url(path):  # an object appears when it is complete
+        path.write_text(text)
+        return
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        scratch.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-        os.replace(scratch, path)
+        scratch.write_text(text)
+        scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -114,6 +134,6 @@ def _last_validation(lines: list[dict[str, Any]], step: int) -> dict[str, Any] |
     return next((line for line in found if line["split"] == SPLIT), None)
 
 
-def _evaluate(workdir: Path, steps: int | None = None) -> dict[str, Any]:
+def _evaluate(workdir: epath.Path, steps: int | None = None) -> dict[str, Any]:
     arguments = dict(attention_steps=steps, mlp_steps=steps, step=None, batch=None, json=True)
     return evaluate.run(Namespace(workdir=str(workdir), split=SPLIT, **arguments))

@@ -4,7 +4,6 @@ A run's directory is WORKDIR/<run>. Finished runs are skipped, broken ones resum
 is reported and the others go on. WORKDIR/table.json and table.csv say where all of them stand.
 """
 
-import csv
 import gc
 import os
 import shlex
@@ -13,16 +12,17 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.experiments.grid import Run, read_sweep, runs_of
-from cem_jax.experiments.rows import SPLIT, measure, read_rows, write_json
+from cem_jax.experiments.rows import SPLIT, measure, read_rows, write_csv, write_json
 from cem_jax.train.flops import training_flops_per_token
 from cem_jax.train.loop import train
+from cem_jax.train.places import place
 from cem_jax.train.progress import format_duration
 from cem_jax.train.setup import open_data
 
@@ -50,34 +50,36 @@ def run(args: Namespace) -> dict[str, Any]:
     """
     sweeps = [read_sweep(path, args.size) for path in args.config]
     runs = runs_of(sweeps, range(args.seeds), args.overrides)
-    workdir = Path(args.workdir)
+    workdir = place(args.workdir)
+    results = place(args.results) if args.results else None
     if args.print_commands:
-        done = _finished(runs, workdir, args.results)
-        commands = [command(run, workdir) for run in runs if run.name not in done]
+        done = _finished(runs, workdir, results)
+        commands = [command(run, args.workdir) for run in runs if run.name not in done]
         if not args.json:
             print(*commands, sep="\n")
         return {"commands": commands}
-    grid = _Grid(runs, workdir, args.results, _dataset(runs))
+    grid = _Grid(runs, workdir, results, _dataset(runs))
     grid.run()
     return {"passed": not grid.failed, "runs": grid.table()}
 
 
-def command(run: Run, workdir: Path) -> str:
+def command(run: Run, workdir: str) -> str:
     """The `cem train` that trains the run, for a shell."""
+    folder = f"{workdir.rstrip('/')}/{run.name}"
     flags = [f"--config.{name}={_text(value)}" for name, value in run.changes.items()]
     file = os.path.relpath(run.file)
-    return shlex.join(
-        ["cem", "train", "--config", file, "--workdir", str(workdir / run.name), *flags]
-    )
+    return shlex.join(["cem", "train", "--config", file, "--workdir", folder, *flags])
 
 
 def _text(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _finished(runs: Sequence[Run], workdir: Path, results: str | None) -> dict[str, dict]:
+def _finished(
+    runs: Sequence[Run], workdir: epath.Path, results: epath.Path | None
+) -> dict[str, dict]:
     """The rows of runs that lack nothing."""
-    rows = read_rows(workdir) | (read_rows(Path(results)) if results else {})
+    rows = read_rows(workdir) | (read_rows(results) if results else {})
     wanted = {run.name: {str(steps) for steps in run.evaluate_steps} for run in runs}
     return {
         n: row for n, row in rows.items() if n in wanted and wanted[n] <= set(row["loss_at_steps"])
@@ -100,9 +102,8 @@ def _dataset(runs: Sequence[Run]) -> str:
 class _Grid:
     """Runs, and what is known of each."""
 
-    def __init__(self, runs: Sequence[Run], workdir: Path, results: str | None, dataset: str):
-        self.runs, self.workdir, self.dataset = runs, workdir, dataset
-        self.results = Path(results) if results else None
+    def __init__(self, runs: Sequence[Run], workdir: epath.Path, results, dataset: str):
+        self.runs, self.workdir, self.results, self.dataset = runs, workdir, results, dataset
         self.rows = _finished(runs, workdir, results)
         self.failed: dict[str, str] = {}
         self._spent = self._done = 0.0  # seconds and FLOPs of the runs done here
@@ -180,10 +181,7 @@ class _Grid:
     def _write_table(self) -> None:
         table = self.table()
         write_json(self.workdir / "table.json", {"runs": table})
-        with open(self.workdir / "table.csv", "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(table)
+        write_csv(self.workdir / "table.csv", COLUMNS, table)
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

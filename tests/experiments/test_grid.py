@@ -61,7 +61,7 @@ def test_the_printed_command_makes_the_same_run(figure, tmp_path):
         'cem.model.attention.tau = "2.5"; cem.train.microbatch = 2; cem.log.profile_steps = (1, 2)'
     )
     for run in runs_of([read_sweep(figure(more=more))], (3,), [("data.path", "a b")]):
-        program, *arguments = shlex.split(command(run, tmp_path))
+        program, *arguments = shlex.split(command(run, str(tmp_path)))
         assert program == "cem"
         args = parse_arguments(arguments)
         assert args.command == "train"

@@ -7,6 +7,7 @@ import statistics
 
 import numpy as np
 import pytest
+from etils import epath
 from tiny_figure import row, write_figure
 
 from cem_jax.cli import main
@@ -35,7 +36,9 @@ def keep(folder, path, perplexity, seeds=(0,), **fields):
     for run in runs_of([read_sweep(path)], seeds):
         value = perplexity(run.uses[0].arm, run)
         if value is not None:
-            write_json(folder / "rows" / f"{run.name}.json", row(run, float(value), **fields))
+            write_json(
+                epath.Path(folder / "rows") / f"{run.name}.json", row(run, float(value), **fields)
+            )
 
 
 def report(folder, capsys, *flags):
@@ -140,7 +143,7 @@ def test_the_best_learning_rate(best, edge, folder):
 def test_overrides_of_the_sweep_are_given_again(folder, capsys):
     path = write_figure(folder)
     for run in runs_of([read_sweep(path)], (0,), [("train.steps", "9")]):
-        write_json(folder / "rows" / f"{run.name}.json", row(run, 20.0))
+        write_json(epath.Path(folder / "rows") / f"{run.name}.json", row(run, 20.0))
     assert len(report(folder, capsys, "--config", path)["missing"]) == 2
     assert report(folder, capsys, "--config", path, "--config.train.steps=9")["missing"] == []
 
@@ -178,7 +181,7 @@ def test_energies_are_drawn(steps, mlp, folder, capsys):
     result = report(folder, capsys)
     assert (folder / "rows" / "report" / "energies-a-run.png").read_bytes().startswith(PNG)
     assert result["runs"] == []
-    found = energy_lines(folder / "rows")["a-run"]
+    found = energy_lines(epath.Path(folder / "rows"))["a-run"]
     assert [line["step"] for line in found] == [5, 10]
     assert [(line["sublayer"], line["layer"]) for line in eigenvalue_table(found)] == [
         ("attention", 0),

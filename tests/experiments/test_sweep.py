@@ -6,6 +6,7 @@ from argparse import Namespace
 
 import pytest
 import tiny
+from etils import epath
 from tiny_figure import write_figure
 
 from cem_jax.cli import main
@@ -57,7 +58,11 @@ def test_a_failing_run_does_not_stop_the_others(swept, figure):
     status = {line["figures"]: line["status"] for line in table}
     assert status["mine: Llama"] == status["mine: CEM"] == "finished"
     assert "non-finite steps in a row" in status["mine: broken"]
-    assert set(read_rows(workdir)) == set(read_rows(results)) == {run.name for run in runs[:2]}
+    assert (
+        set(read_rows(epath.Path(workdir)))
+        == set(read_rows(epath.Path(results)))
+        == {run.name for run in runs[:2]}
+    )
     header, *lines = (workdir / "table.csv").read_text().splitlines()
     assert header == ",".join(sweep.COLUMNS)
     assert len(lines) == 3
@@ -66,7 +71,7 @@ def test_a_failing_run_does_not_stop_the_others(swept, figure):
 def test_a_row_says_what_the_run_cost_and_reached(swept, figure, dataset, capsys):
     _, _, workdir, _ = swept
     run = runs_of([read_sweep(figure)])[1]
-    row = read_rows(workdir)[run.name]
+    row = read_rows(epath.Path(workdir))[run.name]
     flags = ["--workdir", str(workdir / run.name), "--split", "test", "--json"]
     for steps, expected in (([], row["loss"]), (["--attention-steps=2", "--mlp-steps=2"], None)):
         assert main(["eval", *flags, *steps]) == 0
@@ -105,15 +110,15 @@ def test_a_row_that_lacks_an_evaluation_is_made_again(swept, folder, monkeypatch
     monkeypatch.setattr(sweep, "train", lambda config, folder: None)  # it is trained already
     argv = ["sweep", "--config", path, "--workdir", str(workdir), argv[-2]]
     assert main(argv) == 0
-    rows = [row["loss_at_steps"] for row in read_rows(workdir).values()]
+    rows = [row["loss_at_steps"] for row in read_rows(epath.Path(workdir)).values()]
     assert [set(steps) for steps in rows] == [{"2", "3"}] * 2
 
 
 def test_another_dataset_is_refused(swept, tmp_path, capsys):
     argv, _, _, results = swept
     data = argv[-2]
-    for name, row in read_rows(results).items():
-        write_json(tmp_path / "rows" / f"{name}.json", row | {"dataset": "another"})
+    for name, row in read_rows(epath.Path(results)).items():
+        write_json(epath.Path(tmp_path) / "rows" / f"{name}.json", row | {"dataset": "another"})
     argv = ["sweep", "--config", argv[2], "--workdir", str(tmp_path / "w"), data]
     assert main([*argv, "--results", str(tmp_path / "rows")]) == 2
     assert "2 finished runs were on another dataset" in capsys.readouterr().err
