@@ -318,9 +318,10 @@ class Checkpointer:
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
             partial_restore=True,
         )
-        restored = self._orbax.restore(
-            self._paths()[step], args=ocp.args.Composite(state=arguments)
-        )
+        # A checkpointer would ask object stores for Orbax's own marker, which copies may lack.
+        reader = ocp.CompositeCheckpointHandler()
+        restored = reader.restore(self._paths()[step], ocp.args.Composite(state=arguments))
+        reader.close()
         arrays = named_leaves(restored["state"])
         for name, leaf in leaves.items():
             if not leaf.size:

@@ -15,10 +15,9 @@ def opened(tmp_path, lines):
     """Opens checkpointers below tmp_path and closes them all."""
     made = []
 
-    def open_one(keep=3, keep_best=True):
-        made.append(
-            Checkpointer(tmp_path / "c", keep=keep, keep_best=keep_best, report=lines.append)
-        )
+    def open_one(keep=3, keep_best=True, keep_every=None):
+        kept = dict(keep=keep, keep_best=keep_best, keep_every=keep_every)
+        made.append(Checkpointer(tmp_path / "c", **kept, report=lines.append))
         return made[-1]
 
     yield open_one

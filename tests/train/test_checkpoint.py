@@ -114,6 +114,16 @@ def test_best_goes_when_it_is_not_wanted(opened):
     assert checkpointer.steps() == [2]
 
 
+def test_milestones_are_kept_for_ever(opened):
+    checkpointer = opened(keep=1, keep_every=4)
+    for step, metric in [(2, 1.0), (4, 5.0), (6, 2.0), (8, 6.0), (10, 3.0)]:
+        checkpointer.save(step, make_state(step), {}, metric)
+    checkpointer.wait()
+    assert checkpointer.steps() == [2, 4, 8, 10]  # the best, two milestones, the newest
+    save_all(opened(keep=1, keep_best=False, keep_every=None), 11)
+    assert opened().steps() == [11]  # once nobody wants them
+
+
 def test_nothing_goes_before_the_new_save_is_complete(opened):
     checkpointer = opened(keep=1)
     save_all(checkpointer, 1)

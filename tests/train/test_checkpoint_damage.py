@@ -1,6 +1,7 @@
 """Checkpoints through kills, full disks and damaged files."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_states import abstract, assert_same, make_state, save_all
+from tiny import tiny_dataset
 
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.train.checkpoint import Checkpointer
@@ -135,6 +137,50 @@ def test_a_full_disk_ends_the_run(tmp_path):
     done = subprocess.run(script, capture_output=True, text=True, env=dict(os.environ))
     assert done.stdout == "failed as it should\n", done.stderr
     assert os.listdir(tmp_path / "c") == ["1"]
+
+
+FULL = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    from tiny import BASE, FIELDS
+    from cem_jax import cli
+
+    fields = FIELDS | {"data.path": sys.argv[2], "model.vocab_size": 20_000, "checkpoint.keep": 9}
+    fields |= {"checkpoint.every": 2, "eval.every": 100, "train.steps": 1000, "model.layers": 1}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    sys.exit(cli.main(["train", "--config", BASE, "--workdir", sys.argv[3], *flags]))
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 24 MB: room for one checkpoint of 15 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small disk can only be mounted by root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_run_on_a_full_disk_ends_with_a_plain_line(small_disk, tmp_path):
+    tests = Path(__file__).parents[1]
+    dataset = tiny_dataset(tmp_path)
+    script = [sys.executable, "-c", textwrap.dedent(FULL), str(tests), str(dataset)]
+    done = subprocess.run([*script, str(small_disk / "run")], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr and "ERROR" not in done.stderr, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("cem: error:")]
+    told = re.search(r"checkpoint (\d+) could not be .*No space left .*complete is (\d+)$", line)
+    failed, last = map(int, told.groups())
+    assert 2 <= last == failed - 2
+    steps = [int(number) for number in re.findall(r"step (\d+)/1000", done.stderr)]
+    assert max(steps, default=0) < 100  # it did not go on without checkpoints
+    with Checkpointer(small_disk / "run" / "checkpoints", keep=1, keep_best=False) as found:
+        assert found.steps()[-1] == last == found.read_extra()["step"]
+    names = os.listdir(small_disk / "run" / "checkpoints")
+    assert all(name.isdecimal() for name in names)  # what was half written has gone
 
 
 def test_a_directory_that_cannot_be_made_ends_the_run(tmp_path):
