@@ -67,8 +67,8 @@ def get_config() -> ml_collections.ConfigDict:
     f.remat_steps = False
 
     c.data = d = ml_collections.ConfigDict()
-    d.path = ""  # a directory written by `cem prepare`
-    d.mixture = ()  # instead of path: "directory=weight" strings, sampled by weight
+    d.path = ""  # a directory written by `cem prepare`, or its URL: fetched into ~/.cache/cem_jax
+    d.mixture = ()  # instead of path: "path=weight" strings, sampled by weight; path#source, too
     d.context = 2048  # J, tokens a window
     d.separator = "bos"  # between documents: bos | eos | both; must be the dataset's
     d.document_mask = False  # True: attention stays within a document

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -69,8 +69,8 @@ class MetricsWriter:
         self._file.flush()
         if self._board is not None:
             group = f"{kind}/{line['split']}" if "split" in line else kind
-            for name, value in line.items():
-                if name != "step" and isinstance(value, int | float):
+            for name, value in _scalars(line):
+                if name != "step":
                     self._board.add_scalar(f"{group}/{name}", value, step)
             if kind != "train":
                 self._board.flush()
@@ -176,6 +176,15 @@ def _rewind(path: epath.Path, step: int) -> str:
         os.fsync(file.fileno())
     os.replace(scratch, path)
     return kept
+
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers by name, those within dicts as outer/inner."""
+    for name, value in values.items():
+        if isinstance(value, int | float):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}/{inner}", number) for inner, number in _scalars(value))
 
 
 def _plain(value: Any) -> Any:

@@ -133,6 +133,8 @@ class Loop:
             skipped_steps=int(measured.skipped_steps),
             epoch=self.setup.loader.epoch(done),
         )
+        if len(self.setup.mixture.sources) > 1:
+            values["sources"] = self.setup.loader.sources(done)
         if rate.tokens_per_second is not None:
             share = mfu(rate.tokens_per_second, per_token, jax.devices())
             values |= {} if share is None else {"mfu": share}
