@@ -9,8 +9,8 @@ in HBM, in float32, by the programs of a batch element one after the other, so i
 Scores are computed once for all gradients, where a sweep for dk and one for dq would do it twice.
 """
 
-import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -64,12 +64,12 @@ def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
         pl.when(sweep == 0)(lambda: see(tpu_backward.complete_delta))
     last_sweep = sweep == sizes.sweeps - 1
 
-    @pl.when(last_sweep & (j <= sizes.last_key_block(i)))
-    def _():
+    def add():
         sums.begin()
         see(tpu_backward.visit)
         sums.end()
 
+    pl.when(last_sweep & (j <= sizes.last_key_block(i)))(add)
     finish = lambda: tpu_backward.finish_queries(outputs, refs, sizes)
     pl.when(last_sweep & (j == 0))(finish)
 
@@ -92,17 +92,18 @@ class Sums:
         self.tile = before + sizes.last_key_block(i) - j
         self.slots = {name: kept[f"{name}T"] for name in hbm}
         self.copied = {name: kept[f"{name}_copied"] for name in hbm}
-        self.refs = {f"{name}T": self.slots[name].at[self.tile % SLOTS] for name in hbm}
+        self.refs = {f"{name}T": self._slot(name) for name in hbm}
 
     def begin(self):
         """This tile's block is there, and the next one's on its way."""
-        first_whole = self.i * self.sizes.ratio - 1
-        fetched = self.j <= first_whole
-        names = tuple(self.refs)
-        pl.when(jnp.logical_not(fetched))(lambda: tpu_backward.clear(self.refs, *names))
-        pl.when(fetched)(lambda: self._each(lambda name: self._read(name, self.j, 0).wait()))
-        ahead = (self.j >= 1) & (self.j - 1 <= first_whole)
-        pl.when(ahead)(lambda: self._each(lambda name: self._read(name, self.j - 1, 1).start()))
+        shared = self.i * self.sizes.ratio - 1  # the last block that query block i − 1 saw too
+        seen = self.j <= shared
+        clear = lambda: tpu_backward.clear(self.refs, *self.refs)
+        wait = lambda: self._each(lambda name: self._read(name, self.j, 0).wait())
+        fetch = lambda: self._each(lambda name: self._read(name, self.j - 1, 1).start())
+        pl.when(jnp.logical_not(seen))(clear)
+        pl.when(seen)(wait)
+        pl.when((self.j >= 1) & (self.j - 1 <= shared))(fetch)
 
     def end(self):
         """This tile's block is on its way back; after the last tile it has arrived."""
@@ -119,13 +120,15 @@ class Sums:
             act(name)
 
     def _read(self, name: str, j, ahead: int):
-        slot = self.slots[name].at[jax.lax.rem(self.tile + ahead, SLOTS)]
-        return pltpu.make_async_copy(self._block(name, j), slot, self.copied[name].at[READ])
+        copied = self.copied[name].at[READ]
+        return pltpu.make_async_copy(self._block(name, j), self._slot(name, ahead), copied)
 
     def _write(self, name: str):
-        slot = self.refs[f"{name}T"]
-        block = self._block(name, self.j)
-        return pltpu.make_async_copy(slot, block, self.copied[name].at[WRITE])
+        copied = self.copied[name].at[WRITE]
+        return pltpu.make_async_copy(self._slot(name), self._block(name, self.j), copied)
+
+    def _slot(self, name: str, ahead: int = 0):
+        return self.slots[name].at[lax.rem(self.tile + ahead, SLOTS)]
 
     def _block(self, name: str, j):
         rows = (slice(None),) * (len(self.hbm[name].shape) - 1)
