@@ -20,7 +20,7 @@ from cem_jax.kernels.tpu_plan import Sizes
 from cem_jax.kernels.tpu_tiles import at_tile, span
 
 STREAMED = True
-BLOCKS = ((512, 256), (256, 256), (256, 128), (128, 128))
+BLOCKS = ((512, 512), (512, 256), (256, 256), (256, 128), (128, 128))
 SLOTS = 3  # of a sum in VMEM: one is read ahead, one is added to, one is written back
 READ, WRITE = 0, 1
 operand = laid_out
@@ -81,9 +81,8 @@ class Sums:
     the block of tile t + 1 is read, unless t + 1 is the first to see that block, on the diagonal.
     A read must not meet the last write to its block. Blocks of keys come from the diagonal back, so
     a block that query blocks i − 1 and i share comes to the second (i + 1)·ratio tiles after the
-    first, and is read a tile before that. If ratio > 1 these are three tiles or more, and only the
-    write of tile t − 1 is under way then. If ratio = 1, query block 1 would read what has just been
-    written: then every tile waits for its own write.
+    first, and is read a tile before that, when of writes only that of tile t − 1 is under way. So
+    the one danger is in i = ratio = 1: tile 1 reads what tile 0 writes, which therefore waits.
     """
 
     def __init__(self, hbm: dict, kept: dict, i, j, sizes: Sizes):
@@ -108,12 +107,11 @@ class Sums:
     def end(self):
         """This tile's block is on its way back; after the last tile it has arrived."""
         wait = lambda: self._each(lambda name: self._write(name).wait())
-        at_once = self.sizes.ratio == 1
-        if not at_once:
-            pl.when(self.tile > 0)(wait)  # for the one before
+        at_once = 1 if self.sizes.ratio == 1 else 0  # tiles that wait for their own write
+        pl.when(self.tile > at_once)(wait)  # for that of the tile before
         self._each(lambda name: self._write(name).start())
         last = (self.i == self.sizes.query_blocks - 1) & (self.j == 0)
-        pl.when(last | at_once)(wait)
+        pl.when(last | (self.tile < at_once))(wait)
 
     def _each(self, act):
         for name in self.hbm:
