@@ -133,15 +133,8 @@ def _stage(result: Path, name: str, make: Callable[[], object], out) -> None:
 
 
 def _train_tokenizer(corpus: Path, model: Path, vocab_size: int, json: bool) -> None:
-    tokenizer.run(
-        Namespace(
-            input=[str(corpus)],
-            output=str(model),
-            vocab_size=vocab_size,
-            text_column="text",
-            json=json,
-        )
-    )
+    out = sys.stderr if json else sys.stdout
+    tokenizer.train_tokenizer([str(corpus)], model, vocab_size, out=out)
 
 
 def _prepare(corpus: Path, model: Path, dataset: Path, json: bool) -> None:
@@ -151,6 +144,7 @@ def _prepare(corpus: Path, model: Path, dataset: Path, json: bool) -> None:
             tokenizer=str(model),
             output=str(dataset),
             text_column="text",
+            source_field=None,
             separator="bos",
             workers=2,
             skip_bad_files=False,

@@ -1,6 +1,7 @@
 """A configuration and a corpus small enough for any test."""
 
 import random
+import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -44,7 +45,7 @@ def tiny_dataset(folder: Path, *, documents: int = 120, seed: int = 0) -> Path:
             (folder / "corpus" / split / f"{index:04}.txt").write_text("\n".join(lines) + "\n")
     common = dict(input=[str(folder / "corpus")], text_column="text", json=True)
     model = folder / "tokenizer.model"
-    tokenizer.run(Namespace(output=str(model), vocab_size=320, **common))
+    tokenizer.train_tokenizer(common["input"], model, 320, out=sys.stderr)
     prepare.run(
         Namespace(
             tokenizer=str(model),

@@ -16,6 +16,21 @@ def add(commands: Any) -> None:
         "--vocab-size", type=value(Annotated[int, Range(low=2)]), required=True, metavar="N"
     )
 
+    tokenizer.add_argument(
+        "--model-type",
+        choices=("bpe", "unigram"),
+        default="bpe",
+        help="both with byte fallback, so that any text can be written (default: %(default)s)",
+    )
+    tokenizer.add_argument(
+        "--sample-mb",
+        type=value(COUNT),
+        default=32,
+        metavar="N",
+        help="megabytes of text to learn from, taken from all files in equal shares; learning "
+        "takes about 20 times that in memory (default: %(default)s)",
+    )
+
     prepare = commands.add_parser(
         "prepare", help="turn text into a dataset of token shards, or check one"
     )

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from cem_jax.errors import UserError
 
-_DRIVERS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "hf": "huggingface_hub", "az": "adlfs"}
+_PACKAGES = {"gs": "'cem_jax[cloud]'", "s3": "'cem_jax[cloud]'", "hf": "huggingface_hub"}
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,8 @@ def open_url(url: str) -> RemotePath:
 
         system, inner = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        driver = _DRIVERS.get(protocol, "its driver")
-        raise UserError(
-            f"{url}: reading {protocol}:// needs fsspec and {driver}: "
-            f"pip install fsspec {driver if protocol in _DRIVERS else ''}".rstrip()
-            + f" ({error})"
-        ) from None
+        package = _PACKAGES.get(protocol, f"fsspec and its driver for {protocol}://")
+        raise UserError(f"{url}: {error}; pip install {package}") from None
     except ValueError as error:
         raise UserError(f"{url}: {error}") from None
     except Exception as error:  # a driver's own, such as for missing credentials

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TextIO
 
 import sentencepiece
 
@@ -182,19 +182,42 @@ class Tokenizer:
         return ids
 
 
-def run(args: argparse.Namespace) -> dict:
-    """`cem tokenizer`: train on `args.input` (validation and test folders left out)."""
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """`cem tokenizer`; the JSON object of the command."""
+    return train_tokenizer(
+        args.input,
+        args.output,
+        args.vocab_size,
+        column=args.text_column,
+        model_type=args.model_type,
+        sample_bytes=args.sample_mb * 1_000_000,
+        out=sys.stderr if args.json else sys.stdout,
+    )
+
+
+def train_tokenizer(
+    inputs: Sequence[str],
+    output: str | os.PathLike[str],
+    vocab_size: int,
+    *,
+    column: str = "text",
+    model_type: str = "bpe",
+    sample_bytes: int = SAMPLE_BYTES,
+    out: TextIO = sys.stdout,
+) -> dict[str, Any]:
+    """Train a tokenizer on a sample of a corpus (validation and test folders left out).
+
+    Writes `output` and says on `out` what it learnt. Raises UserError for inputs that cannot be
+    read and for a vocabulary that does not fit them.
+    """
     started = time.monotonic()
-    output = Path(args.output)
+    output = Path(output)
     if output.is_dir():
         raise UserError(f"--output {output} is a directory: name a .model file")
-    files = find_files(args.input).files
+    files = find_files(inputs).files
     training = [file for file in files if file.split in (None, "train")] or files
-    sample_bytes = getattr(args, "sample_bytes", None) or SAMPLE_BYTES
-    documents = sample_documents(training, column=args.text_column, sample_bytes=sample_bytes)
-    tokenizer = Tokenizer(
-        train_model(documents, args.vocab_size, getattr(args, "model_type", None) or "bpe")
-    )
+    documents = sample_documents(training, column=column, sample_bytes=sample_bytes)
+    tokenizer = Tokenizer(train_model(documents, vocab_size, model_type))
     _write_atomically(output, tokenizer.model_bytes)
     size = sum(len(text.encode()) for text in documents)
     measured = documents[:: max(1, len(documents) // 200)]
@@ -212,7 +235,7 @@ def run(args: argparse.Namespace) -> dict:
         f"{output}: {tokenizer.vocab_size:,} pieces learnt from {len(documents):,} documents, "
         f"{size / 1e6:.1f} MB; {result['bytes_per_token']:.2f} bytes a token on its own training "
         f"text; {result['seconds']:.0f} s",
-        file=sys.stderr if args.json else sys.stdout,
+        file=out,
     )
     return result
 

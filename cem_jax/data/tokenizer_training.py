@@ -13,7 +13,7 @@ from cem_jax.data.json_text import BadRecord
 from cem_jax.data.readers import Fields, read_document, read_records
 from cem_jax.errors import UserError
 
-SAMPLE_BYTES = 32 << 20  # text that the trainer sees; BPE needs about 20 times that in memory
+SAMPLE_BYTES = 32_000_000  # text that the trainer sees; BPE needs about 20 times that in memory
 _LEAST_SHARE = 64 << 10  # of a file, when there are too many files to read of all
 _CHUNK_CHARS = 2000
 # The trainer drops every sentence that holds one of its own marks, and NUL cannot be in a piece.

@@ -5,9 +5,11 @@ import json
 import sys
 import threading
 
+import fsspec
 import numpy as np
 import pytest
 from corpora import files_of, write_jsonl
+from fsspec.registry import _registry
 
 from cem_jax.data.fetch import fetched
 from cem_jax.data.files import find_files
@@ -15,8 +17,6 @@ from cem_jax.data.loader import TrainLoader
 from cem_jax.data.mixture import open_mixture, open_source
 from cem_jax.data.prepare import prepare
 from cem_jax.errors import UserError
-
-fsspec = pytest.importorskip("fsspec")
 
 
 @pytest.fixture
@@ -94,13 +94,19 @@ def test_faults_of_remote_files_name_the_url(tmp_path, memory, model_file):
     assert not list(tmp_path.glob("out*"))
 
 
-def test_what_is_missing_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(UserError, match="gs://bucket/x: reading gs:// needs fsspec and gcsfs"):
-        find_files(["gs://bucket/x"])
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(UserError, match="pip install fsspec s3fs"):
-        find_files(["s3://bucket/x"])
+@pytest.mark.parametrize(
+    ("missing", "url", "words"),
+    [
+        ("gcsfs", "gs://bucket/x", r"gs://bucket/x: .*gcs.*; pip install 'cem_jax\[cloud\]'"),
+        ("s3fs", "s3://bucket/x", r"s3://bucket/x: .*s3.*; pip install 'cem_jax\[cloud\]'"),
+        ("fsspec", "hf://datasets/x", r"fsspec.*; pip install huggingface_hub"),
+    ],
+)
+def test_what_is_missing_is_told(monkeypatch, missing, url, words):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(_registry, url.partition("://")[0], raising=False)
+    with pytest.raises(UserError, match=words):
+        find_files([url])
 
 
 @pytest.fixture

@@ -132,7 +132,8 @@ def test_samples_take_from_every_file_within_the_limit(tmp_path, texts):
 
 
 def arguments(**values):
-    defaults = {"text_column": "text", "json": True, "vocab_size": 400}
+    defaults = {"text_column": "text", "json": True, "vocab_size": 400, "model_type": "bpe",
+                "sample_mb": 1}  # fmt: skip
     return argparse.Namespace(**(defaults | values))
 
 

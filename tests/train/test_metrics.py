@@ -131,11 +131,12 @@ def scalars(folder):
 def test_tensorboard(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=True, resume_step=0) as writer:
         writer.write("train", 1, loss=2.0, bad=math.nan)
-        writer.write("train", 2, loss=1.5)
+        writer.write("train", 2, loss=1.5, sources={"web": {"epoch": 0.5}})
         writer.write("eval", 2, split="validation", loss=3.0, tokens=7)
         writer.write("event", 2, event="stopped")
     found = scalars(tmp_path / "tensorboard")
     assert found["train/loss"] == [(1, 2.0), (2, 1.5)]
+    assert found["train/sources/web/epoch"] == [(2, 0.5)]
     assert found["eval/validation/loss"] == [(2, 3.0)]
     assert found["eval/validation/tokens"] == [(2, 7.0)]
     assert "train/bad" not in found
