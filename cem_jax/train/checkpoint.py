@@ -14,7 +14,6 @@ save that replaces it is complete.
 
 import contextlib
 import json
-import logging
 import math
 import os
 import re
@@ -31,7 +30,7 @@ from cem_jax.errors import RunFailed, UserError
 from cem_jax.parallel import distributed
 from cem_jax.train.integrity import find_damage, is_whole, write_checksums
 from cem_jax.train.naming import as_array, describe, differences, named_leaves, nested, placed
-from cem_jax.train.orbax_errors import RAISED_ANYWAY, one_line
+from cem_jax.train.orbax_errors import one_line, say_once
 from cem_jax.train.places import doomed, entries, finish_removal, is_url, place, remove, set_aside
 
 _INFO_FILE = "info/metadata"
@@ -77,7 +76,7 @@ class Checkpointer:
         self._metrics: dict[int, float | None] = {}
         self._saving: int | None = None  # the step being written in the background
         self._cleaned = False
-        logging.getLogger("absl").addFilter(RAISED_ANYWAY)
+        say_once()
         self._orbax = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(),
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),

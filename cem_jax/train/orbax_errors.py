@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import sys
 
 
 def one_line(error: BaseException) -> str:
@@ -13,6 +14,17 @@ def one_line(error: BaseException) -> str:
     return reason + (text if len(text) <= 300 else f"{text[:120]} … {text[-175:]}")
 
 
+def say_once() -> None:
+    """Leave it to the exceptions that reach us to tell of a failed save: not log, not print it too.
+
+    What else Orbax logs, and every other exception, is told as before. More than once does no harm.
+    """
+    logging.getLogger("absl").addFilter(_RAISED_ANYWAY)
+    if sys.unraisablehook is not _without_closed_loops:
+        _before.append(sys.unraisablehook)
+        sys.unraisablehook = _without_closed_loops
+
+
 class _RaisedAnyway(logging.Filter):
     """Drops what Orbax logs, with a traceback or two, about a failure that it raises here too."""
 
@@ -20,4 +32,12 @@ class _RaisedAnyway(logging.Filter):
         return not (record.exc_info and "/orbax/" in record.pathname)
 
 
-RAISED_ANYWAY = _RaisedAnyway()
+_RAISED_ANYWAY = _RaisedAnyway()
+_before = []  # the hook that was there
+
+
+def _without_closed_loops(told) -> None:
+    # After one write of a save failed, Orbax closes the event loop, and TensorStore tells of each
+    # other write that it could not report to it.
+    if str(told.exc_value) != "Event loop is closed":
+        _before[-1](told)

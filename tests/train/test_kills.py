@@ -20,21 +20,22 @@ from cem_jax.train import loop
 
 RUN = dict(train__steps=6, model__layers=1, eval__every=2, checkpoint__every=2, checkpoint__keep=1)
 
-# name: (module, function, number of the call, before or after it, step that is resumed)
+# name: (module, function, number of the call, before or after it, the steps it may go on from): a
+# save that was begun may be complete or not
 POINTS = {
-    "before config.json is written": ("rundir", "_write", 2, "before", 0),
-    "before the first step": ("stepping", "Loop.run", 1, "before", 0),
-    "in a step": ("stepping", "place_batch", 4, "before", 2),
-    "before the second save begins": ("checkpoint", "Checkpointer.save", 2, "before", 2),
-    "when the second save has begun": ("checkpoint", "Checkpointer.save", 2, "after", 2),
-    "arrays written, no list of sums": ("checkpoint", "write_checksums", 2, "before", 2),
-    "list written, not renamed": ("checkpoint", "write_checksums", 2, "after", 2),
-    "complete, the old one not removed": ("checkpoint", "Checkpointer._retain", 2, "before", 4),
-    "amid the removal of the old one": ("places", "epath.Path.rmtree", 1, "before", 4),
-    "in a validation": ("stepping", "Loop._validate", 2, "before", 2),
-    "validation done, not saved": ("stepping", "Loop._validate", 2, "after", 2),
-    "in the final save": ("checkpoint", "write_checksums", 3, "after", 4),
-    "after the final save": ("checkpoint", "Checkpointer._retain", 3, "after", 6),
+    "before config.json is written": ("rundir", "_write", 2, "before", (0,)),
+    "before the first step": ("stepping", "Loop.run", 1, "before", (0,)),
+    "in a step": ("stepping", "place_batch", 4, "before", (0, 2)),
+    "before the second save begins": ("checkpoint", "Checkpointer.save", 2, "before", (0, 2)),
+    "when the second save has begun": ("checkpoint", "Checkpointer.save", 2, "after", (2,)),
+    "arrays written, no list of sums": ("checkpoint", "write_checksums", 2, "before", (2,)),
+    "list written, not renamed": ("checkpoint", "write_checksums", 2, "after", (2,)),
+    "complete, the old one not removed": ("checkpoint", "Checkpointer._retain", 2, "before", (4,)),
+    "amid the removal of the old one": ("places", "epath.Path.rmtree", 1, "before", (4,)),
+    "in a validation": ("stepping", "Loop._validate", 2, "before", (0, 2)),
+    "validation done, not saved": ("stepping", "Loop._validate", 2, "after", (0, 2)),
+    "in the final save": ("checkpoint", "write_checksums", 3, "after", (4,)),
+    "after the final save": ("checkpoint", "Checkpointer._retain", 3, "after", (6,)),
 }
 QUICK = ("list written, not renamed", "amid the removal of the old one")
 
@@ -95,6 +96,6 @@ def test_killed_and_resumed(point, dataset, whole, tmp_path):
     told = io.StringIO()
     assert loop.train(config, run, stream=told)["step"] == 6
     found = re.search(r"resuming at step (\d+)|is at step (\d+)|starting", told.getvalue())
-    assert int(found[1] or found[2] or 0) == resumed, told.getvalue()
+    assert int(found[1] or found[2] or 0) in resumed, told.getvalue()
     assert_same_run(run, whole, config)
     assert [p.name for p in (run / "checkpoints").iterdir() if not p.name.isdecimal()] == []
