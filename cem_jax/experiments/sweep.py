@@ -162,7 +162,7 @@ class _Grid:
         words = f"{run.label}: test perplexity {row['perplexity']:.3f}"
         if left:
             seconds = self._spent / self._done * sum(map(_cost, left))
-            words += f"; {len(left)} runs left, ETA {format_duration(seconds)}"
+            words += f"; {len(left)} left, ETA {format_duration(seconds)}"
         self._say(words)
 
     def _line(self, run: Run) -> dict[str, Any]:
