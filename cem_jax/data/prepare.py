@@ -26,7 +26,7 @@ VALIDATION_FRACTION = 0.01
 _BATCH_BYTES = 1 << 20
 _BATCH_RECORDS = 4096
 _SMALL_CORPUS = 8 << 20  # bytes as stored below which starting workers costs more than it saves
-_KEEP_SECONDS = 10.0  # between the points that a killed run goes on from
+_KEEP_SECONDS = 5.0  # between the points that a killed run goes on from
 _SPLIT_ORDER = ("train", "validation", "test")
 
 
