@@ -57,7 +57,8 @@ class Sweep:
       files: the configuration that a size's arms are changes of, by the size's name.
       baseline: the arm that is drawn as a dashed line, or that others are linked to.
       rates: learning rates, as multiples of the one in the size's configuration.
-      evaluate_steps: also evaluate with so many steps of recursion in place of the trained ones.
+      evaluate_steps: also evaluate with so many steps of recursion in place of the trained ones;
+        the baseline's layers have none.
     """
 
     name: str
@@ -191,6 +192,7 @@ def _runs(sweep: Sweep, seed: int, overrides: Sequence[tuple[str, Any]]) -> Iter
         start = load_config(file)
         base = leaves(start)
         for arm in arms:
+            steps = () if arm.name == sweep.baseline else tuple(sweep.evaluate_steps)
             for rate in sweep.rates:
                 values = _flat(arm.config) | dict.fromkeys(SEEDS, seed)
                 values[LEARNING_RATE] *= rate
@@ -199,7 +201,7 @@ def _runs(sweep: Sweep, seed: int, overrides: Sequence[tuple[str, Any]]) -> Iter
                 now = leaves(config)
                 changes = {name: now[name] for name in now if now[name] != base[name]}
                 use = Use(sweep.name, arm.name, rate)
-                yield Run(size, config, file, changes, (use,), tuple(sweep.evaluate_steps))
+                yield Run(size, config, file, changes, (use,), steps)
 
 
 def _flat(config: ConfigDict) -> dict[str, Any]:

@@ -101,6 +101,6 @@ def test_a_file_without_a_sweep(figure, tmp_path):
 def test_arms_of_several_figures_are_evaluated_for_all_of_them(figure, tmp_path):
     sweep = read_sweep(figure())
     steps = dataclasses.replace(sweep, name="other", evaluate_steps=(1, 4))
-    (llama, _) = runs_of([sweep, steps])
-    assert llama.evaluate_steps == (1, 4)
-    assert [use.figure for use in llama.uses] == ["mine", "other"]
+    (llama, cem) = runs_of([sweep, steps])
+    assert (llama.evaluate_steps, cem.evaluate_steps) == ((), (1, 4))
+    assert [use.figure for use in cem.uses] == ["mine", "other"]
