@@ -23,7 +23,7 @@ TABLE = {
 
 # Fields whose legal values hang on others, or are words of a certain form.
 TEXTS = {
-    "model.dim": ("1440", 1440),
+    "model.dim": ("1536", 1536),
     "model.vocab_size": ("5000", 5000),
     "model.attention.heads": ("2", 2),
     "model.attention.tau": ("2.5", "2.5"),
@@ -31,7 +31,7 @@ TEXTS = {
     "model.attention.block_sizes": ("64,128", (64, 128)),
     "model.mlp.dim": ("96", 96),
     "data.mixture": ("a=1,b=0.5", ("a=1", "b=0.5")),
-    "train.global_batch": ("64", 64),
+    "train.global_batch": ("256", 256),
     "train.microbatch": ("4", 4),
     "train.tokens": ("2e9", 2_000_000_000),
     "mesh.data": ("4", 4),
