@@ -38,9 +38,12 @@ class Group:
     """The processes 0 … count − 1, their output in files; killed when the block is left.
 
     `given`: flags of each process in place of the common ones; None: it is not started.
+    `program`: what Python runs in place of `-m cem_jax`.
     """
 
-    def __init__(self, folder: Path, count: int, arguments: list[str], given=None):
+    def __init__(
+        self, folder: Path, count: int, arguments: list[str], given=None, program=("-m", "cem_jax")
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         self._outputs = [folder / f"process-{index}.txt" for index in range(count)]
         self.processes = []
@@ -55,7 +58,7 @@ class Group:
             )
             with output.open("w") as file:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "cem_jax", "train", *own],
+                    [sys.executable, *program, "train", *own],
                     env=variables, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT,
                 )  # fmt: skip
             self.processes.append(process)

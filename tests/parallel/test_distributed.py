@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
 import tiny
 from process_group import (
@@ -23,6 +25,8 @@ from process_group import (
 
 from cem_jax.train import loop
 from cem_jax.train.integrity import find_damage
+from cem_jax.train.metrics import read_metrics
+from cem_jax.train.run import Run
 
 UNLISTED = {"checksums.sha256", "_CHECKPOINT_METADATA", "commit_success.txt"}
 LONG = dict(train__steps=120, checkpoint__every=10, checkpoint__keep=50, eval__every=1000)
@@ -139,6 +143,22 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(signalled, dataset, 
         assert (workdir / "checkpoints" / str(last) / "checksums.sha256").exists()
     trained(tmp_path / "second", 2, arguments)
     same_losses(workdir, long)
+
+
+@pytest.mark.slow
+def test_all_skip_a_step_that_is_not_finite_in_one_process_and_stop_together(dataset, tmp_path):
+    workdir = tmp_path / "run"
+    program = (str(ROOT / "tests" / "parallel" / "poisoned.py"), "4,7,8,9,10,11,12")
+    fields = LONG | dict(checkpoint__every=2, train__max_bad_steps=3)
+    with Group(tmp_path, 2, flags(workdir, dataset, **fields), program=program) as group:
+        assert group.wait() == [1, 1], group.output(0)
+        for index in (0, 1):
+            assert "step 10: 3 non-finite steps in a row" in group.output(index)
+    events = [line for line in read_metrics(workdir) if line["kind"] == "event"]
+    assert [(e["step"], e["in_a_row"]) for e in events] == [(5, 1), (8, 1), (9, 2), (10, 3)]
+    parameters, step = Run.open(workdir).parameters()
+    assert step in (6, 8, 10)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(parameters))
 
 
 @pytest.mark.slow

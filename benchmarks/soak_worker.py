@@ -1,0 +1,57 @@
+"""One process of a soak: `cem train` that writes down which rows of which step it consumed.
+
+    soak_worker.py LOG FLAGS-OF-CEM-TRAIN…
+
+A line of LOG: step, and of each row that this process gave to its devices the number and a digest.
+"""
+
+import json
+import sys
+import zlib
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def main() -> int:
+    from cem_jax import cli
+    from cem_jax.parallel.distributed import local_rows
+    from cem_jax.parallel.mesh import batch_sharding
+    from cem_jax.train import stepping
+
+    log = open(sys.argv[1], "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - until the end
+    trained, placed = stepping.Loop.run, stepping.place_batch
+    step = iter(())
+
+    def run(self, state, start, owes_validation):
+        nonlocal step
+        step = iter(range(start, self.total))
+        return trained(self, state, start, owes_validation)
+
+    def place(batch, mesh):
+        count = len(batch["tokens"])
+        rows = local_rows(batch_sharding(mesh), _global_rows(batch, mesh))
+        numbers = range(count) if rows is None else rows.tolist()
+        digests = [zlib.crc32(row.tobytes()) for row in batch["tokens"]]
+        line = {"step": next(step), "rows": dict(zip(map(str, numbers), digests, strict=True))}
+        log.write(json.dumps(line) + "\n")
+        return placed(batch, mesh)
+
+    stepping.Loop.run, stepping.place_batch = run, place
+    return cli.main(["train", *sys.argv[2:]])
+
+
+def _global_rows(batch, mesh) -> int:
+    """Rows of the whole batch, of which this process has those of its devices."""
+    import jax
+
+    from cem_jax.parallel.distributed import local_rows
+    from cem_jax.parallel.mesh import batch_sharding
+
+    ways = jax.device_count()
+    share = local_rows(batch_sharding(mesh), ways)
+    return len(batch["tokens"]) * ways // (ways if share is None else len(share))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
