@@ -10,6 +10,7 @@ number of processes, nor on when the run was resumed. A run that resumes with an
 the first number that it has not consumed (`TrainLoader.go_on`): none comes twice, none is left out.
 """
 
+import collections
 import functools
 from collections.abc import Iterator
 
@@ -22,6 +23,7 @@ from cem_jax.data.store import Dataset, TokenStream, num_windows
 from cem_jax.errors import UserError
 
 _BLOCK_WINDOWS = 8192  # window numbers computed at once
+_ELEMENT_BYTES, _ELEMENT_BATCHES = 8 << 20, 32  # made together at most
 _STEPS = 1 << 60  # a length for grain: more steps than any run has
 
 
@@ -124,14 +126,26 @@ class TrainLoader:
 
         Raises UserError where a token id lies outside the tokenizer's vocabulary.
         """
-        source_R, window_R = self.windows(step)
-        tokens_RT = self._gather(source_R, window_R * self._context)
-        if tokens_RT.max(initial=0) >= self.mixture.vocab_size:
-            self._refuse(source_R, window_R, tokens_RT)
-        batch = {"tokens": tokens_RT}
+        return self.batches(step, 1)[0]
+
+    def batches(self, step: int, count: int) -> list[dict[str, Int32[np.ndarray, "R J+1"]]]:
+        """The batches of consecutive steps, cut from one array."""
+        windows = [self.windows(s) for s in range(step, step + count)]
+        source_N, window_N = (np.concatenate(arrays) for arrays in zip(*windows, strict=True))
+        tokens_NT = self._gather(source_N, window_N * self._context)
+        if tokens_NT.max(initial=0) >= self.mixture.vocab_size:
+            self._refuse(source_N, window_N, tokens_NT)
+        made = {"tokens": tokens_NT}
         if self._separators is not None:
-            batch["segments"] = self._separators.segments(tokens_RT)
-        return batch
+            made["segments"] = self._separators.segments(tokens_NT)
+        shape = (count, -1, self._context + 1)
+        made = {name: array_NT.reshape(shape) for name, array_NT in made.items()}
+        return [{name: array[i] for name, array in made.items()} for i in range(count)]
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of the tokens of a batch in this process."""
+        return len(self._rows_R) * (self._context + 1) * 4
 
     def _gather(self, source_R: np.ndarray, start_R: np.ndarray) -> Int32[np.ndarray, "R J+1"]:
         length = self._context + 1
@@ -158,38 +172,46 @@ class TrainLoader:
 
 
 class BatchIterator(Iterator[tuple[int, dict[str, np.ndarray]]]):
-    """Batches in step order from grain, whose element is a whole batch."""
+    """Batches in step order from grain, whose element is some megabytes of whole batches.
+
+    A batch takes less than a millisecond: handing each over by itself would take as long, and
+    memory of a few megabytes is had in large pages.
+    """
 
     def __init__(self, loader: TrainLoader, start_step: int, prefetch: int):
         import grain  # takes a second to import
 
+        fitting = _ELEMENT_BYTES // max(1, loader.batch_bytes)
+        count = min(max(1, fitting), _ELEMENT_BATCHES)
         # One thread: batches come off memory-mapped files, and more only fight over the GIL.
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
-        source = _BatchSource(loader, start_step)
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=-(-prefetch // count))
+        source = _BatchSource(loader, start_step, count)
         self._step = start_step
-        self._batches = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+        self._elements = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+        self._made: collections.deque[dict[str, np.ndarray]] = collections.deque()
 
     def __next__(self) -> tuple[int, dict[str, np.ndarray]]:
-        batch = next(self._batches)
+        if not self._made:
+            self._made.extend(next(self._elements))
         step, self._step = self._step, self._step + 1
-        return step, batch
+        return step, self._made.popleft()
 
     def close(self) -> None:
         """Stop making batches and end grain's thread."""
-        self._batches.close()
+        self._elements.close()
 
 
 class _BatchSource:
-    """grain's random-access source: element i is the batch of step start + i."""
+    """grain's random-access source: element i is the batches of steps start + i·count and on."""
 
-    def __init__(self, loader: TrainLoader, start: int):
-        self._loader, self._start = loader, start
+    def __init__(self, loader: TrainLoader, start: int, count: int):
+        self._loader, self._start, self._count = loader, start, count
 
     def __len__(self) -> int:
         return _STEPS
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self._loader.batch(self._start + index)
+    def __getitem__(self, index: int) -> list[dict[str, np.ndarray]]:
+        return self._loader.batches(self._start + index * self._count, self._count)
 
 
 def eval_batches(
