@@ -22,13 +22,15 @@ from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.integrity import find_damage
 
 SAVES = 24
-STEPS = 12  # of a block: with a save that begins at its start, or without
+STEPS = 8  # of a block: with a save that begins at its start, or without
 ROOT = Path(__file__).parents[1]
 EXTRA = {"config": {}, "note": "a benchmark"}
 
 
 def saving() -> None:
-    step = stepper(config({"train.global_batch": 4}))
+    step = stepper(
+        config({"train.global_batch": 2, "data.context": 64})
+    )  # short steps, whole state
     jax.block_until_ready(step())
     seconds = {"saving": [], "not saving": []}
     blocking, spans = [], []

@@ -129,10 +129,10 @@ def while_saving(patch, at):
 @pytest.mark.parametrize(
     ("phase", "at", "status"),
     [
-        (in_a_step, 2, 143),
+        pytest.param(in_a_step, 2, 143, marks=pytest.mark.slow),
         (in_a_step, 6, 143),  # the final validation is made up for
         (while_validating, 3, 143),
-        (while_validating, 6, 143),
+        pytest.param(while_validating, 6, 143, marks=pytest.mark.slow),
         (while_saving, 2, 143),
         (while_saving, 6, 0),  # nothing is left to do
     ],
