@@ -35,7 +35,7 @@ from cem_jax.kernels.tpu_tiles import (
 )
 
 STREAMED = False
-BLOCKS = ((512, 256), (256, 256))  # smaller ones are slower than streaming
+BLOCKS = ((512, 512), (512, 256), (256, 256))  # smaller ones are slower than streaming
 HEADS_TOGETHER = 2
 operand = flat
 
