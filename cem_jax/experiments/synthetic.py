@@ -100,7 +100,7 @@ def _regress(kernel: str, settings: Settings, progress: "_Progress") -> dict[str
 def _finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """What an earlier run left at `path`; UserError if that is something else."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         before, _ = dict(content["settings"]), content["models"]
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -122,8 +122,8 @@ def write_json(path: Path, content: Any) -> None:
     """Whole or not at all."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=1)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1, ensure_ascii=False)
             file.write("\n")
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)

@@ -39,7 +39,12 @@ def rendered(models: dict[str, dict[str, int]], kernels: dict[str, dict[str, Any
 def spread(values: list[float]) -> str:
     """Mean ± standard deviation over the seeds."""
     mean = f"{np.mean(values):.4f}"
-    return mean if len(values) == 1 else f"{mean} ± {np.std(values, ddof=1):.4f}"
+    return mean if len(values) == 1 else f"{mean} ± {_deviation(values):.4f}"
+
+
+def _deviation(values: list[float]) -> float:
+    """Of a sample; 0 for one value."""
+    return 0.0 if len(values) == 1 else float(np.std(values, ddof=1))
 
 
 def _size(models, name: str) -> tuple[str, str, str]:
@@ -61,7 +66,7 @@ def draw(kernels: dict[str, dict[str, Any]], picture: Path) -> None:
         errors = results["models"]
         for split, style in (("test", "o-"), ("train", "o:")):
             means = [np.mean(errors[name][split]) for name in cem]
-            stds = [np.std(errors[name][split]) for name in cem]
+            stds = [_deviation(errors[name][split]) for name in cem]
             panel.errorbar(
                 list(cem.values()),
                 means,
