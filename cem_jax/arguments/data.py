@@ -35,8 +35,14 @@ def add(commands: Any) -> None:
         "prepare", help="turn text into a dataset of token shards, or check one"
     )
     _add_inputs(prepare, required=False)
-    prepare.add_argument("--tokenizer", type=text, metavar="FILE")
-    prepare.add_argument("--output", type=text, metavar="DIR")
+    prepare.add_argument("--tokenizer", type=text, metavar="FILE", help="a SentencePiece .model")
+    prepare.add_argument(
+        "--output",
+        type=text,
+        metavar="DIR",
+        help="the dataset; it appears when it is complete, and the same command goes on with one "
+        "that was interrupted",
+    )
     prepare.add_argument(
         "--separator",
         choices=("bos", "eos", "both"),
@@ -56,7 +62,13 @@ def add(commands: Any) -> None:
         metavar="F",
         help="share of the documents, chosen by hash, that becomes the validation split (0.01)",
     )
-    prepare.add_argument("--workers", type=value(COUNT), default=os.cpu_count() or 1, metavar="N")
+    prepare.add_argument(
+        "--workers",
+        type=value(COUNT),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes; the result is the same for every number (default: %(default)s)",
+    )
     prepare.add_argument(
         "--skip-bad-files",
         action="store_true",

@@ -77,8 +77,10 @@ def test_without_the_mask_documents_do_see_each_other(make_dataset, documents):
         make_dataset(documents), context=J, global_batch=3, seed=0, document_mask=True
     )
     batch = load.batch(0)
-    masked = model(batch["tokens"], segments=batch["segments"])
-    assert not np.allclose(masked, model(batch["tokens"]), atol=1e-2)
+    forward = jax.jit(lambda tokens, segments: model(tokens, segments=segments))
+    masked = forward(batch["tokens"], batch["segments"])
+    whole = forward(batch["tokens"], np.zeros_like(batch["segments"]))
+    assert not np.allclose(masked, whole, atol=1e-2)
 
 
 def test_the_loss_of_a_packed_split_is_its_documents_losses(make_dataset, documents, tokenizer):
@@ -89,17 +91,19 @@ def test_the_loss_of_a_packed_split_is_its_documents_losses(make_dataset, docume
     stream = all_tokens(dataset, "validation")
     context = len(stream) - 1  # all in one window
     (batch,) = eval_batches(dataset, "validation", context=context, batch=1, document_mask=True)
-    found = sum_of_losses(model, batch["tokens"], weights=batch["weights"],
-                          segments=batch["segments"])  # fmt: skip
+    losses = jax.jit(lambda b: sum_of_losses(
+        model, b["tokens"], weights=b["weights"], segments=b["segments"]))  # fmt: skip
+    found = losses(batch)
     assert float(found.weight) == len(stream) - 1
+    forward = jax.jit(model)
     nats = 0.0
     at = 0
     for text in documents:
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
         targets = [*ids[1:], *stream[at + len(ids) : at + len(ids) + 1]]
-        window = np.zeros((1, len(ids)), np.int32)
-        window[0] = ids
-        logits = np.asarray(model(window)[0], np.float64)[: len(targets)]
+        window = np.zeros((1, len(stream)), np.int32)  # one length, to be compiled once
+        window[0, : len(ids)] = ids
+        logits = np.asarray(forward(window)[0], np.float64)[: len(targets)]
         log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
         nats += (log_z - logits[np.arange(len(targets)), targets]).sum()
         at += len(ids)
