@@ -73,7 +73,7 @@ def get_config() -> ml_collections.ConfigDict:
     d.separator = "bos"  # between documents: bos | eos | both; must be the dataset's
     d.document_mask = False  # True: attention stays within a document
     d.shuffle_seed = 0
-    d.prefetch = 2  # batches made ahead of the step
+    d.prefetch = 2  # batches made ahead of the step, at least; small ones: some 32 MB of them
 
     c.optimizer = o = ml_collections.ConfigDict()  # AdamW, Table 2
     o.learning_rate = 0.002

@@ -24,6 +24,7 @@ from cem_jax.errors import UserError
 
 _BLOCK_WINDOWS = 8192  # window numbers computed at once
 _ELEMENT_BYTES, _ELEMENT_BATCHES = 8 << 20, 32  # made together at most
+_ELEMENTS = 4  # made ahead, as long as they are no larger
 _STEPS = 1 << 60  # a length for grain: more steps than any run has
 
 
@@ -183,8 +184,9 @@ class BatchIterator(Iterator[tuple[int, dict[str, np.ndarray]]]):
 
         fitting = _ELEMENT_BYTES // max(1, loader.batch_bytes)
         count = min(max(1, fitting), _ELEMENT_BATCHES)
+        ahead = max(-(-prefetch // count), _ELEMENTS if fitting else 0)
         # One thread: batches come off memory-mapped files, and more only fight over the GIL.
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=-(-prefetch // count))
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead)
         source = _BatchSource(loader, start_step, count)
         self._step = start_step
         self._elements = iter(grain.MapDataset.source(source).to_iter_dataset(options))
