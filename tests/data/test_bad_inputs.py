@@ -38,13 +38,13 @@ def run(path, model_file, **options):
         ("a.json", b'{"text": "a",\n "more": 1}\n', "invalid_json 2"),  # one object, spread
         ("a.txt", b"caf\xe9", "invalid_utf8 1"),
         ("a.txt", "text".encode("utf-32"), "UTF-16"),
-        ("a.jsonl.gz", gzip.compress(b"PAR1\x15" + b"\0" * 99), "invalid_json 1"),
+        ("a.jsonl.gz", gzip.compress(b"PAR1\x15" + b"\0" * 99, mtime=0), "invalid_json 1"),
         ("a.jsonl", b"\x80\x00\x01\x02" * 99, "invalid_utf8 1"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         ("a.txt.xz", b"\xfd7zXZ\x00", "truncated"),
         ("a.txt.bz2", b"", "is empty: not even a bzip2 header"),
         ("a.jsonl.zst", GOOD * 99, "not intact zstd"),
-        ("a.parquet.gz", gzip.compress(b"no parquet inside"), "not intact Parquet"),
+        ("a.parquet.gz", gzip.compress(b"no parquet inside", mtime=0), "not intact Parquet"),
     ],
 )
 def test_a_file_without_one_valid_record_is_a_bad_file(tmp_path, model_file, name, content, told):
