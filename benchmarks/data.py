@@ -109,6 +109,7 @@ def memory(folder: Path) -> None:
         done = json.loads((out / "dataset.json").read_text())["splits"]
         size = sum(split["bytes"] for split in done.values()) / 1e6
         rows.append((name, f"{size:,.0f}", f"{peak:,.0f}", f"{size / seconds:.2f}"))
+        print(*rows[-1], sep=", ", file=sys.stderr)  # the next one takes long
         path.unlink()
     head = ("input", "MB of text", "peak MB, all processes", "MB/s")
     table("memory of cem prepare, 2 workers", head, rows)
