@@ -97,7 +97,7 @@ class Transformer(nnx.Module):
 
     def embed(self, tokens: Int[Array, "B J"], dtype=None) -> Float[Array, "B J D"]:
         """Embeddings of token ids; out-of-range ids are the caller's fault and give NaN."""
-        # its gradient too is made of whole rows, before it is split: XLA would copy x to all devices
+        # Its gradient too has whole rows before it is split: XLA would copy x to all devices.
         table = lay_out(whole_rows(jnp.asarray(self.embedding[...])), "heads", None)
         rows = table.at[tokens]
         x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
