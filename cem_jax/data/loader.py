@@ -51,7 +51,6 @@ class TrainLoader:
         self._context = context
         self._batch = global_batch
         self._seed = seed
-        self._document_mask = document_mask
         self._prefetch = prefetch
         self._rows_R = np.arange(global_batch, dtype=np.int64)[
             slice(None) if rows is None else rows

@@ -12,6 +12,7 @@ from typing import Any
 
 from etils import epath
 
+from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
 from cem_jax.experiments.differences import differences
 from cem_jax.experiments.energies import draw_energies, eigenvalue_table, energy_lines
@@ -20,7 +21,7 @@ from cem_jax.experiments.grid import BASE, Sweep, read_sweep
 from cem_jax.experiments.page import Page, shown
 from cem_jax.experiments.results import COLUMNS, Point, best_rates, points_of
 from cem_jax.experiments.rows import read_rows, write_csv
-from cem_jax.train.places import is_url, place
+from cem_jax.train.places import place
 
 PAPER = BASE.parent / "paper"
 

@@ -22,7 +22,7 @@ from cem_jax.experiments.grid import Run
 from cem_jax.model import pure
 from cem_jax.train.flops import training_flops_per_token
 from cem_jax.train.metrics import read_metrics
-from cem_jax.train.places import is_url
+from cem_jax.train.places import write_whole
 
 FORMAT = "cem_jax row 1"
 SPLIT = "test"
@@ -96,7 +96,7 @@ def read_rows(folder: epath.Path) -> dict[str, dict[str, Any]]:
 
 def write_json(path: epath.Path, value: Any) -> None:
     """Whole or not at all."""
-    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    _write(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_csv(path: epath.Path, columns: Sequence[str], table: Sequence[Mapping[str, Any]]) -> None:
@@ -105,21 +105,12 @@ def write_csv(path: epath.Path, columns: Sequence[str], table: Sequence[Mapping[
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(table)
-    write_whole(path, text.getvalue())
+    _write(path, text.getvalue())
 
 
-def write_whole(path: epath.Path, text: str) -> None:
-    """The file `path`, whole or not at all; its directory is made."""
+def _write(path: epath.Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if is_url(path):  # an object appears when it is complete
-        path.write_text(text)
-        return
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    write_whole(path, text.encode())
 
 
 def _without_places(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,7 @@ command again takes over; at the end table.json and table.png.
 
 import json
 import math
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from cem_jax.errors import UserError
+from cem_jax.experiments.rows import write_json
 from cem_jax.experiments.synthetic_data import KERNELS, Data, describe, make_data
 from cem_jax.experiments.synthetic_models import MODELS, sizes
 from cem_jax.experiments.synthetic_report import draw, rendered
@@ -116,20 +115,6 @@ def _finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
         f"{path}: made with other settings (there -> now: {there}); use another --workdir, or "
         "the same settings"
     )
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, ensure_ascii=False)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 class _Progress:

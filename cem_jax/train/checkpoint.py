@@ -26,12 +26,13 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from cem_jax.data.remote import is_url
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.parallel import distributed
 from cem_jax.train.integrity import find_damage, is_whole, write_checksums
 from cem_jax.train.naming import as_array, describe, differences, named_leaves, nested, placed
 from cem_jax.train.orbax_errors import one_line, say_once
-from cem_jax.train.places import doomed, entries, finish_removal, is_url, place, remove, set_aside
+from cem_jax.train.places import doomed, entries, finish_removal, place, remove, set_aside
 
 _INFO_FILE = "info/metadata"
 _NAME = re.compile(r"(\d+)(\.replaced)?")  # .replaced: set aside while its step is saved again

@@ -12,6 +12,7 @@ from typing import Any
 from etils import epath
 
 from cem_jax.config import Config, load_config
+from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
 from cem_jax.parallel import distributed
 from cem_jax.parallel.cluster import find_cluster
@@ -25,7 +26,7 @@ from cem_jax.train.changes import (
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.initial import initialised_from
 from cem_jax.train.metrics import MetricsWriter, SilentMetrics
-from cem_jax.train.places import is_url, place
+from cem_jax.train.places import place
 from cem_jax.train.rundir import (
     agreed_facts,
     only_writer,

@@ -17,8 +17,9 @@ from typing import Any
 
 from etils import epath
 
+from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
-from cem_jax.train.places import is_url, place
+from cem_jax.train.places import place, write_whole
 
 FILE_NAME = "metrics.jsonl"
 KINDS = ("train", "eval", "energies", "event")
@@ -166,15 +167,7 @@ def _rewind(path: epath.Path, step: int) -> str:
         return ""
     lines = [line for line in read_metrics(path) if line["step"] <= step] if step > 0 else []
     kept = "".join(json.dumps(line) + "\n" for line in lines)
-    if is_url(path):
-        path.write_text(kept)
-        return kept
-    scratch = path.with_name(path.name + ".tmp")
-    with open(scratch, "w", encoding="utf-8") as file:
-        file.write(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
+    write_whole(path, kept.encode())
     return kept
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from etils import epath
 
+from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
 from cem_jax.train.integrity import LIST_NAME
 
@@ -24,7 +25,7 @@ def place(path: str | os.PathLike[str]) -> epath.Path:
       UserError: the URL's kind is unknown, or the package that reads it is not installed.
     """
     text = os.fspath(path)
-    if "://" not in text:
+    if not is_url(text):
         return epath.Path(os.path.abspath(text))
     kind = text.partition("://")[0]
     import fsspec
@@ -45,9 +46,20 @@ def place(path: str | os.PathLike[str]) -> epath.Path:
     return found
 
 
-def is_url(path: epath.Path) -> bool:
-    """Whether `path` lies in an object store."""
-    return "://" in os.fspath(path)
+def write_whole(path: epath.Path, content: bytes) -> None:
+    """The file `path`, whole or not at all, even if the machine stops amid it."""
+    if is_url(path):  # an object appears when it is complete
+        path.write_bytes(content)
+        return
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(scratch, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def entries(directory: epath.Path) -> list[epath.Path]:

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -19,9 +18,10 @@ from pathlib import Path
 from etils import epath
 
 from cem_jax.config import Config, leaves
+from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
 from cem_jax.parallel import distributed
-from cem_jax.train.places import is_url
+from cem_jax.train.places import write_whole
 
 # Places, which may differ between the machines of a run.
 LOCAL_FIELDS = ("data.path", "data.mixture", "log.compile_cache")
@@ -47,7 +47,7 @@ def read_config(workdir: epath.Path) -> Config | None:
 
 def with_absolute_paths(config: Config) -> Config:
     """The data's places, so that they are found from another working directory too."""
-    absolute = lambda path: path if "://" in path or not path else os.path.abspath(path)
+    absolute = lambda path: path if is_url(path) or not path else os.path.abspath(path)
     # entries are PATH=WEIGHT; a relative path and an absolute one both stand before the last "="
     mixture = tuple(absolute(entry) for entry in config.data.mixture)
     data = replace(config.data, path=absolute(config.data.path), mixture=mixture)
@@ -112,21 +112,5 @@ def agreed_facts(config: Config, fingerprint: str, latest: int | None, origin: s
 def write_run_files(workdir: epath.Path, config: Config, tokenizer_model: bytes) -> None:
     """config.json and tokenizer.model, each whole or not at all."""
     workdir.mkdir(parents=True, exist_ok=True)
-    _write(workdir / "tokenizer.model", tokenizer_model)
-    _write(workdir / "config.json", json.dumps(config.to_dict(), indent=2).encode() + b"\n")
-
-
-def _write(path: epath.Path, content: bytes) -> None:
-    if is_url(path):
-        path.write_bytes(content)  # an object is there whole or not at all
-        return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(workdir / "tokenizer.model", tokenizer_model)
+    write_whole(workdir / "config.json", json.dumps(config.to_dict(), indent=2).encode() + b"\n")

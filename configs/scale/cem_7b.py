@@ -9,22 +9,9 @@ all devices (mesh.fsdp). See docs/scaling.md for what fits where.
 
 import ml_collections
 
+from configs.paper import arms
 from configs.scale import llama_7b
 
 
 def get_config() -> ml_collections.ConfigDict:
-    c = llama_7b.get_config()
-
-    c.model.attention.kind = "cem"
-    c.model.attention.steps = 2
-    c.model.attention.diagonal = "shared"
-    c.model.attention.position = "alibi"
-    c.model.attention.self_bias = True
-    c.model.attention.preconditioner = "diagonal_low_rank"
-    c.model.attention.preconditioner_rank = 4
-
-    c.model.mlp.kind = "cem"
-    c.model.mlp.steps = 2
-    c.model.mlp.preconditioner = "diagonal_low_rank"
-    c.model.mlp.preconditioner_rank = 16
-    return c
+    return arms.full_cem(llama_7b.get_config())

@@ -1,8 +1,15 @@
-"""Fixtures of the checkpoint tests."""
+"""Fixtures of the training tests."""
 
 import pytest
+from tiny import tiny_dataset
 
 from cem_jax.train.checkpoint import Checkpointer
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """A tiny dataset with a train and a validation split."""
+    return tiny_dataset(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 import pytest
-from tiny import tiny_config, tiny_dataset
+from tiny import tiny_config
 
 from cem_jax.data.loader import TrainLoader
 from cem_jax.data.mixture import single
@@ -15,11 +15,6 @@ from cem_jax.train.changes import changes, rule, windows_consumed
 from cem_jax.train.metrics import read_metrics
 
 SHORT = dict(model__layers=1, checkpoint__every=3, eval__every=100)
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return tiny_dataset(tmp_path_factory.mktemp("data"))
 
 
 def test_nothing_is_told_where_nothing_changed():

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_config, tiny_dataset
+from tiny import tiny_config
 
 from cem_jax.errors import UserError
 from cem_jax.train import loop
@@ -16,11 +16,6 @@ from cem_jax.train.run import Run
 from cem_jax.train.setup import fresh_state, prepare_run
 
 SHORT = dict(train__steps=2, eval__every=100, model__layers=1)
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return tiny_dataset(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tiny import tiny_config, tiny_dataset
+from tiny import tiny_config
 from undisturbed import assert_same_run
 
 from cem_jax.train import loop
@@ -23,7 +23,7 @@ RUN = dict(train__steps=6, model__layers=1, eval__every=2, checkpoint__every=2, 
 # name: (module, function, number of the call, before or after it, the steps it may go on from): a
 # save that was begun may be complete or not
 POINTS = {
-    "before config.json is written": ("rundir", "_write", 2, "before", (0,)),
+    "before config.json is written": ("rundir", "write_whole", 2, "before", (0,)),
     "before the first step": ("stepping", "Loop.run", 1, "before", (0,)),
     "in a step": ("stepping", "place_batch", 4, "before", (0, 2)),
     "before the second save begins": ("checkpoint", "Checkpointer.save", 2, "before", (0, 2)),
@@ -66,11 +66,6 @@ KILLED = """
     setattr(owner, path[-1], call)
     loop.train(tiny_config(data__path=sys.argv[2], **{fields}), sys.argv[3])
 """
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return tiny_dataset(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

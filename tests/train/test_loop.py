@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from tiny import tiny_config, tiny_dataset
+from undisturbed import assert_same_run, final_state
 
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.train import loop, stepping
@@ -15,12 +16,6 @@ from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.metrics import read_metrics
 from cem_jax.train.run import Run
 from cem_jax.train.rundir import only_writer, with_absolute_paths
-from cem_jax.train.setup import abstract_state
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return tiny_dataset(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +38,6 @@ def stop_after(monkeypatch, step: int) -> None:
     monkeypatch.setattr(stepping.Loop, "_pause_after", pause)
 
 
-def parameters(workdir, config):
-    mesh = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "context"))
-    with Checkpointer(workdir / "checkpoints", keep=2, keep_best=True) as checkpoints:
-        state, _, _ = checkpoints.restore(None, abstract_state(config, mesh))
-    return jax.device_get(state)
-
-
-def without_timing(lines):
-    timing = {"tokens_per_second", "step_seconds", "data_wait_fraction"}
-    return [{k: v for k, v in line.items() if k not in timing} for line in lines]
-
-
 @pytest.mark.parametrize("step", [1, 3, 4, 8])  # 4 and 8: the validation is made up for
 def test_a_run_stopped_and_resumed_is_bit_identical(step, dataset, whole, tmp_path, monkeypatch):
     config = tiny_config(data__path=str(dataset))
@@ -65,11 +48,7 @@ def test_a_run_stopped_and_resumed_is_bit_identical(step, dataset, whole, tmp_pa
     assert stopped.value.code == 128 + signal.SIGTERM
     result = loop.train(config, tmp_path / "run")
     assert result["step"] == 8 and result["loss"] == whole[1]["loss"]
-    ours, theirs = (parameters(w, config) for w in (tmp_path / "run", whole[0]))
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_array_equal(one, other)
-    lines, want = (without_timing(read_metrics(w)) for w in (tmp_path / "run", whole[0]))
-    assert lines == want
+    assert_same_run(tmp_path / "run", whole[0], config)
 
 
 def test_metrics_have_each_step_once_and_end_with_the_final_evaluation(whole):
@@ -187,7 +166,7 @@ def test_bad_steps_in_a_row_stop_the_run_with_a_good_checkpoint(dataset, tmp_pat
     config = tiny_config(data__path=str(dataset), train__max_bad_steps=3)
     with pytest.raises(RunFailed, match="step 7: 3 non-finite steps in a row"):
         loop.train(config, tmp_path / "run")
-    state = parameters(tmp_path / "run", config)
+    state = final_state(tmp_path / "run", config)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
 
 

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import tiny_dataset
 
 from cem_jax.errors import UserError
 from cem_jax.train.places import place
@@ -37,11 +36,6 @@ def store(tmp_path_factory):
     }
     server.kill()
     server.wait()
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return tiny_dataset(tmp_path_factory.mktemp("data"))
 
 
 def run(store, script, *arguments, status=0):

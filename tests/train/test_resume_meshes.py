@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny import tiny_config, tiny_dataset
+from tiny import tiny_config
 
 from cem_jax.train import loop
 from cem_jax.train.checkpoint import Checkpointer
@@ -51,11 +51,6 @@ MACHINE = """
     stepping.Loop.run, stepping.Loop._pause_after = told, pausing
     loop.train(tiny_config(data__path=sys.argv[2], **json.loads(sys.argv[4])), sys.argv[3])
 """
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return tiny_dataset(tmp_path_factory.mktemp("data"))
 
 
 def digest_of(workdir, step, config):

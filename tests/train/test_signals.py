@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import tiny_config, tiny_dataset
+from tiny import tiny_config
 from undisturbed import assert_same_run
 
 from cem_jax.train import checkpoint, loop, stepping
@@ -20,11 +20,6 @@ from cem_jax.train.signals import Stop, watched
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 SHORT = dict(train__steps=6, model__layers=1, eval__every=3, checkpoint__every=2)
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return tiny_dataset(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
