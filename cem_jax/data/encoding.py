@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ from cem_jax.data.json_text import BadRecord
 from cem_jax.data.readers import UNKNOWN_SOURCE, Fields, Record, read_document
 from cem_jax.data.shards import Stream, token_dtype
 from cem_jax.data.tokenizer import Tokenizer
+from cem_jax.errors import RunFailed
 
 _IN_FLIGHT = 3  # batches a worker that are read ahead,
 _IN_FLIGHT_BYTES = 64 << 20  # as long as they hold no more than this together
@@ -112,16 +114,26 @@ def encode_all(batches: Iterator[Batch], encoder: Encoder, workers: int) -> Iter
             ):
                 future, done = pending.popleft()
                 held -= done
-                yield future.result()
+                yield _result_of(future)
             if alone:
                 yield encode_batch(batch)
             else:
                 pending.append((pool.submit(encode_batch, batch), size))
                 held += size
         for future, _ in pending:
-            yield future.result()
+            yield _result_of(future)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _result_of(future: Future[Encoded]) -> Encoded:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise RunFailed(
+            "a worker process was killed, perhaps for the memory it took; the same command goes "
+            "on, and fewer --workers take less"
+        ) from None
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from cem_jax.data.remote import RemotePath, open_url, reading
-from cem_jax.data.store import DESCRIPTION, MODEL
+from cem_jax.data.store import DESCRIPTION, MODEL, inside
 from cem_jax.data.workplace import write_durably
 from cem_jax.errors import UserError
 
@@ -26,7 +26,8 @@ def fetched(url: str, cache: str | os.PathLike[str] | None = None) -> Path:
     that share the cache fetch once. Raises UserError when the dataset is not there, cannot be
     read, is not what its description says, or does not fit the disk.
     """
-    remote = open_url(url.rstrip("/"))
+    url = url.rstrip("/")
+    remote = open_url(url)
     described = _read(remote / DESCRIPTION, url)
     files = dict(_files(described, url))
     key = hashlib.sha256(f"{url}\0".encode() + described).hexdigest()[:16]
@@ -62,10 +63,7 @@ def _files(described: bytes, url: str) -> Iterator[tuple[str, str]]:
         yield MODEL, description["tokenizer"]["hash"]
         for split in description["splits"].values():
             for shard in split["shards"]:
-                place = PurePosixPath(shard["file"])
-                if place.is_absolute() or ".." in place.parts:
-                    raise ValueError(f"file {shard['file']!r}")
-                yield shard["file"], shard["checksum"]
+                yield inside(shard["file"]), shard["checksum"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"dataset {url}: its {DESCRIPTION} is damaged ({type(error).__name__}: {error})"

@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 
 from cem_jax.data.compression import PACKINGS
 from cem_jax.data.remote import AnyPath, RemotePath, is_url, open_url, reading
+from cem_jax.data.workplace import DESCRIPTION, LOCK, MODEL, PARTIAL
 from cem_jax.errors import UserError
 
 _CONTENTS = (".txt", ".jsonl", ".json", ".parquet")
@@ -71,7 +72,9 @@ def find_files(inputs: Sequence[str]) -> FoundFiles:
                 continue
             usable += 1
             if isinstance(path, RemotePath):
-                found.setdefault(str(path), SourceFile(path, path.size(), split))
+                found.setdefault(_identity_of(path), SourceFile(path, path.size(), split))
+            elif path.exists() and not path.is_file():
+                problems.append(f"{path} is not a regular file")
             elif os.access(path, os.R_OK):
                 real = os.path.realpath(path)
                 found.setdefault(real, SourceFile(path, path.stat().st_size, split))
@@ -85,6 +88,10 @@ def find_files(inputs: Sequence[str]) -> FoundFiles:
         raise UserError(*problems)
     files = sorted(found.values(), key=lambda file: str(file.path))
     return FoundFiles(tuple(files), tuple(sorted(ignored, key=str)))
+
+
+def _identity_of(path: RemotePath) -> str:
+    return os.path.realpath(path.inner) if path.url.startswith("file://") else str(path)
 
 
 def _expand(given: str, problems: list[str]) -> Iterator[tuple[AnyPath, str | None]]:
@@ -141,7 +148,10 @@ def _below(path: Path, problems: list[str]) -> Iterator[tuple[Path, str | None]]
 
 
 def _walk(folder: Path, problems: list[str]) -> Iterator[Path]:
-    """Files below a folder, hidden ones apart; links are followed, each folder is entered once."""
+    """Files below a folder, hidden ones apart; links are followed, each folder is entered once.
+
+    A folder that `cem prepare` made, or is making, comes as itself, for what is in it is no corpus.
+    """
     entered: set[str] = set()
 
     def unreadable(error: OSError) -> None:
@@ -153,8 +163,17 @@ def _walk(folder: Path, problems: list[str]) -> Iterator[Path]:
             folders.clear()
             continue
         entered.add(real)
+        if is_dataset(parent, names):
+            folders.clear()
+            yield Path(parent)
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+
+
+def is_dataset(folder: str, names: Sequence[str]) -> bool:
+    """Whether a folder with files of these names was made by `cem prepare`, if only in part."""
+    return {DESCRIPTION, MODEL} <= set(names) or (folder.endswith(PARTIAL) and LOCK in names)
 
 
 def _split_of(folders: Sequence[str]) -> str | None:

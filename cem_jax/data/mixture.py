@@ -117,8 +117,15 @@ def open_source(place: str, cache: str | None = None) -> Dataset:
     directory, _, source = place.rpartition("#")
     if not directory or os.path.isdir(place):
         directory, source = place, ""
+    elif not source:
+        raise UserError(f"{place}: names no source behind the #")
     if is_url(directory):
-        dataset = replace(open_dataset(fetched(directory, cache)), url=directory)
+        copy = fetched(directory, cache)
+        try:
+            dataset = replace(open_dataset(copy), url=directory)
+        except UserError as error:
+            again = f"{copy} is a copy of {directory}: remove it to have it fetched again"
+            raise UserError(*error.messages, again) from None
     else:
         dataset = open_dataset(directory)
     return dataset.only(source) if source else dataset
@@ -152,11 +159,21 @@ def open_mixture(entries: Sequence[str], cache: str | None = None) -> Mixture:
         problems.append("the mixture is empty: give directory=weight entries")
     for i, other in enumerate(sources):
         problems += _mismatch(sources[0], other)
-        if other.name in (source.name for source in sources[:i]):
-            problems.append(f"{other.name} stands in the mixture twice: give it one weight")
+        for before in sources[:i]:
+            if _share_windows(before, other):
+                twice = other.name if other.name == before.name else f"{other.name}: {before.name}"
+                problems.append(f"{twice} stands in the mixture twice: give it one weight")
     if problems:
         raise UserError(*problems)
     return Mixture(tuple(sources), _integer_shares(weights))
+
+
+def _share_windows(one: Dataset, other: Dataset) -> bool:
+    """The same data, under whatever name; or a whole and one of its sources."""
+    whole, other_whole = (d.fingerprint.partition("#")[0] for d in (one, other))
+    return whole == other_whole and (
+        one.source == other.source or not (one.source and other.source)
+    )
 
 
 def _mismatch(first: Dataset, other: Dataset) -> list[str]:

@@ -109,14 +109,39 @@ def prepare(
         description = _describe(accounts, loaded, encoder, shards)
         (work.path / MODEL).write_bytes(loaded.model_bytes)
         write_durably(work.path / DESCRIPTION, description_bytes(description))
-    if by_hash and validation_fraction and not description["splits"].get("validation"):
-        print(
-            f"cem: warning: no document fell into the validation split ({validation_fraction:.2%} "
-            "by hash): a corpus this small needs a larger --validation-fraction, or a folder named "
-            "validation",
-            file=sys.stderr,
-        )
+    for warning in _missing_splits(description, found, by_hash and validation_fraction):
+        print(f"cem: warning: {warning}", file=sys.stderr)
     return _totals(description) | accounts.report(found.ignored) | {"output": str(output)}
+
+
+def _missing_splits(
+    description: dict[str, Any], found: FoundFiles, fraction: float
+) -> Iterator[str]:
+    """Why there is no training or validation split, where there is none.
+
+    `fraction`: of the documents that went to validation by their hash, 0 where none could.
+    """
+    named = next((file for file in found.files if file.split), None)
+    if "train" not in description["splits"]:
+        why = (
+            f"{named.path} lies in a folder that stands for {named.split}"
+            if named
+            else (f"all documents went to the validation split ({fraction:.2%} by hash)")
+        )
+        yield f"there is no training split: {why}"
+    if not fraction or "validation" in description["splits"]:
+        return
+    if all(file.split for file in found.files):
+        yield (
+            "no validation split: every file lies in a folder that names its split, as "
+            f"{named.path}, and only others are split by hash ({fraction:.2%}); "
+            "make a folder named validation"
+        )
+    else:
+        yield (
+            f"no document fell into the validation split ({fraction:.2%} by hash): a corpus this "
+            "small needs a larger --validation-fraction, or a folder named validation"
+        )
 
 
 def _check_inputs(

@@ -161,9 +161,10 @@ class StreamWriters:
     def restore(self, state: list[list[Any]]) -> None:
         """Go on from what `sync` returned; OSError when the files hold less than that."""
         for split, source, shards, written in state:
-            lost = [s["file"] for s in shards if not (self._root / s["file"]).is_file()]
-            if lost:
-                raise OSError(f"{self._root / lost[0]} is missing")
+            for shard in shards:
+                path, size = self._root / shard["file"], shard["tokens"] * self._dtype.itemsize
+                if path.stat().st_size != _HEADER_BYTES + size:
+                    raise OSError(f"{path} is not as long as it was")
             self._open(Stream(split, source), ShardState(shards, written))
         known = {path for writer in self._writers.values() for path in writer.files}
         for path in self._root.glob("*/*.npy"):

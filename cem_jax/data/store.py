@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,10 @@ from jaxtyping import Int32, Int64, Integer
 
 from cem_jax.data.shards import token_dtype
 from cem_jax.data.tokenizer import SEPARATORS, Tokenizer
+from cem_jax.data.workplace import DESCRIPTION, MODEL
 from cem_jax.errors import UserError
 
 FORMAT = 1
-DESCRIPTION = "dataset.json"
-MODEL = "tokenizer.model"
 
 
 @dataclass(frozen=True)
@@ -197,6 +196,9 @@ def open_dataset(path: str | os.PathLike[str]) -> Dataset:
         raise UserError(
             f"{path / DESCRIPTION} is damaged ({type(error).__name__}: {error}): prepare again"
         ) from None
+    written = description.get("checksum")
+    if written is not None and written != description_checksum(description):
+        raise UserError(f"{path / DESCRIPTION} has changed since it was written: prepare again")
     dtype = token_dtype(dataset.vocab_size)
     problems = [
         problem
@@ -218,7 +220,7 @@ def read_description(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         hint = "it is an unfinished one" if path.suffix == ".partial" else "not a dataset"
         raise UserError(f"{path} has no {DESCRIPTION}: {hint}; run `cem prepare`") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path / DESCRIPTION} cannot be read: {error}") from None
 
 
@@ -241,9 +243,9 @@ def _from_description(path: Path, description: dict) -> Dataset:
     tokenizer = description["tokenizer"]
     if tokenizer["separator"] not in SEPARATORS:
         raise ValueError(f"separator {tokenizer['separator']!r}")
-    splits = {}
-    for name, entry in description["splits"].items():
-        splits[name] = _split_from(name, entry)
+    splits = {name: _split_from(name, entry) for name, entry in description["splits"].items()}
+    if not splits:
+        raise ValueError("it has no split")
     contents = [tokenizer, {name: [s.checksum for s in splits[name].shards] for name in splits}]
     digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
     return Dataset(
@@ -257,9 +259,18 @@ def _from_description(path: Path, description: dict) -> Dataset:
     )
 
 
+def inside(file: str) -> str:
+    """`file`, if it is a path within a dataset's directory; else ValueError."""
+    place = PurePosixPath(file)
+    if place.is_absolute() or ".." in place.parts:
+        raise ValueError(f"file {file!r}")
+    return file
+
+
 def _split_from(name: str, entry: dict[str, Any]) -> Split:
     shards = tuple(
-        Shard(s["file"], s["tokens"], s["checksum"], s.get("source", "")) for s in entry["shards"]
+        Shard(inside(s["file"]), s["tokens"], s["checksum"], s.get("source", ""))
+        for s in entry["shards"]
     )
     counts = lambda of: (of["tokens"], of["documents"], of["bytes"])
     named = any(shard.source for shard in shards)

@@ -23,7 +23,7 @@ _SPACE_MARK = "\u2581"  # SentencePiece writes a space so; a literal one would c
 _LFS_POINTER = b"version https://git-lfs"
 _CUT_AFTER = 1500  # characters: SentencePiece slows down as texts grow
 _LONGEST = 1 << 20  # characters encoded at once: it needs some 50 bytes for each
-_BEFORE_WORD = re.compile(r"(?<=\S) (?=\w)")
+_BEFORE_WORD = re.compile(rf"(?<=[^\s{_SPACE_MARK}]) (?=\w)")
 _PROBE = "Some words, 12 of them, (x = 3); and\n  a line: été 汉字 end"
 
 

@@ -18,9 +18,12 @@ from typing import Any
 
 from cem_jax.errors import UserError
 
-_LOCK = ".lock"
+DESCRIPTION = "dataset.json"
+MODEL = "tokenizer.model"
+PARTIAL = ".partial"  # the end of its name
+LOCK = ".lock"
 _JOURNAL = "journal.json"
-_OWN = (_LOCK, _JOURNAL)
+_OWN = (LOCK, _JOURNAL)
 
 
 class Workplace:
@@ -54,10 +57,10 @@ class Workplace:
 
     def finish(self, output: Path) -> None:
         """Give the directory its final name."""
-        for name in (_JOURNAL, _LOCK):
-            (self.path / name).unlink(missing_ok=True)
         self.path.rename(output)
         _sync_directory(output.parent)
+        for name in (_JOURNAL, LOCK):  # till then the lock keeps others away
+            (output / name).unlink(missing_ok=True)
 
     def _read(self, output: Path) -> dict[str, Any] | None:
         try:
@@ -92,14 +95,20 @@ def workplace(output: Path, command: dict[str, Any]) -> Iterator[Workplace]:
     `command` says what is made: a directory that a killed process left is continued if it was
     making the same, and cleared if it kept nothing. After an exception the directory is removed,
     unless there is something to go on from. Raises UserError when `output` exists and is not
-    empty, when another process is writing it, when another command left off there, or when it
-    cannot be written.
+    empty, when another process is writing it, when another command left off there, when what has
+    the working directory's name is not ours, or when it cannot be written.
     """
     require_free(output)
-    partial = output.with_name(output.name + ".partial")
+    output = Path(os.path.abspath(output))
+    partial = output.with_name(output.name + PARTIAL)
+    for path in sorted(partial.rglob("*")):
+        if not path.is_dir() and not _is_own(path.relative_to(partial)):
+            raise UserError(
+                f"{partial} is needed to work in; {path} is not of `cem prepare`: move it"
+            )
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        lock = (partial / _LOCK).open("w")
+        lock = (partial / LOCK).open("w")
     except OSError as error:
         raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
     with lock:
@@ -119,8 +128,19 @@ def workplace(output: Path, command: dict[str, Any]) -> Iterator[Workplace]:
             raise
 
 
+def _is_own(inside: Path) -> bool:
+    """Whether a file at this place of a working directory is of our making."""
+    if len(inside.parts) == 1:
+        return inside.name.removesuffix(".tmp") in (LOCK, _JOURNAL, DESCRIPTION, MODEL)
+    return len(inside.parts) == 2 and inside.suffix == ".npy"
+
+
 def require_free(output: Path) -> None:
-    """Raise UserError unless `output` is absent or an empty directory."""
+    """Raise UserError unless `output` is absent or an empty directory that can be replaced."""
+    if output.is_symlink():
+        raise UserError(f"--output {output} is a link: name the directory itself")
+    if os.path.ismount(output):
+        raise UserError(f"--output {output} is a mount point: name a directory within it")
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"--output {output} exists and is not empty: name a new directory")
     if output.exists() and not output.is_dir():
