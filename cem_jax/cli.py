@@ -55,10 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain("interrupted")
         return 130
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _drop_output()
         return 1
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is None and _output_fails():
+            _complain(f"standard output cannot be written: {error.strerror}")
+        else:
+            traceback.print_exc()
         return 1
 
 
@@ -94,7 +97,8 @@ def _dispatch(args: argparse.Namespace) -> int:
         with _stdout_to_stderr():
             result = _run(args)
         if result is not None:
-            print(json.dumps(_plain(result), allow_nan=False), flush=True)
+            print(json.dumps(_plain(result), allow_nan=False))
+    sys.stdout.flush()
     verdicts = () if result is None else (result.get("passed"), result.get("fits"))
     return 1 if any(verdict is False for verdict in verdicts) else 0
 
@@ -107,6 +111,21 @@ def _run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _complain(*messages: str) -> None:
     for message in messages:
         print("cem: error:", " ".join(message.split("\n")), file=sys.stderr)
+
+
+def _output_fails() -> bool:
+    """Whether standard output takes nothing more, such as a file on a full disk."""
+    try:
+        print(flush=True)
+    except OSError:
+        _drop_output()
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """Let the interpreter's last flush of standard output succeed, for nobody."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextlib.contextmanager

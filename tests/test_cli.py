@@ -263,3 +263,20 @@ def test_a_closed_pipe_is_no_traceback():
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait() == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_output_to_a_full_disk_is_no_traceback(flags):
+    script = (
+        "import sys, types, cem_jax.cli as cli\n"
+        "def run(args):\n  print('a line of output')\n  return {}\n"
+        "sys.modules['cem_jax.demo'] = types.SimpleNamespace(run=run)\n"
+        f"sys.exit(cli.main(['demo', *{flags}]))\n"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE)
+    lines = [line for line in done.stderr.decode().splitlines() if line.startswith("cem: error")]
+    assert lines == ["cem: error: standard output cannot be written: No space left on device"]
+    assert b"Traceback" not in done.stderr
+    assert done.returncode == 1

@@ -1,6 +1,7 @@
 """Decompressed streams that notice what the libraries let pass: truncation, wrong content."""
 
 import bz2
+import codecs
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
@@ -49,6 +50,8 @@ _OTHER_CONTENT = {  # what a file that should be text may really be
     **{b"BZh%d1AY&SY" % level: "bzip2 data: its name should end in .bz2" for level in range(1, 10)},
     _PARQUET_START: "Parquet data: its name should end in .parquet",
     b"PK\x03\x04": "a zip archive: unpack it",
+    codecs.BOM_UTF32_LE: "UTF-32 text: convert it to UTF-8",  # begins as UTF-16's does
+    codecs.BOM_UTF32_BE: "UTF-32 text: convert it to UTF-8",
     b"\xff\xfe": "UTF-16 text: convert it to UTF-8",
     b"\xfe\xff": "UTF-16 text: convert it to UTF-8",
 }  # fmt: skip

@@ -3,7 +3,7 @@
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from cem_jax.data.compression import PACKINGS
@@ -52,16 +52,28 @@ def file_format(path: PurePath | AnyPath) -> str | None:
 def find_files(inputs: Sequence[str]) -> FoundFiles:
     """The corpus files under paths, folders, globs and URLs of them: sorted by path, each once.
 
+    One file under several names is one file; under names of several splits it is a mistake.
+
     A folder is walked (hidden files and files of other formats left out). The split is the
     nearest folder called train, validation (valid, val, dev) or test: looked for from the
     given folder down, or, for a file named directly, in the two folders above it.
 
-    Raises UserError naming every input that is missing, unreadable, of an unknown format or
-    without a usable file.
+    Raises UserError naming every input that is missing, unreadable, of an unknown format,
+    without a usable file or in two splits.
     """
     found: dict[str, SourceFile] = {}
     ignored: set[AnyPath] = set()
     problems: list[str] = []
+
+    def add(identity: str, path: AnyPath, size: int, split: str | None) -> None:
+        known = found.setdefault(identity, SourceFile(path, size, split))
+        if split and known.split is None:
+            found[identity] = replace(known, split=split)
+        elif split and split != known.split:
+            problems.append(
+                f"{path} is the file {known.path} too: it cannot go to {known.split} and to {split}"
+            )
+
     for given in inputs:
         usable = 0
         others: set[AnyPath] = set()
@@ -72,12 +84,11 @@ def find_files(inputs: Sequence[str]) -> FoundFiles:
                 continue
             usable += 1
             if isinstance(path, RemotePath):
-                found.setdefault(_identity_of(path), SourceFile(path, path.size(), split))
+                add(_identity_of(path), path, path.size(), split)
             elif path.exists() and not path.is_file():
                 problems.append(f"{path} is not a regular file")
             elif os.access(path, os.R_OK):
-                real = os.path.realpath(path)
-                found.setdefault(real, SourceFile(path, path.stat().st_size, split))
+                add(os.path.realpath(path), path, path.stat().st_size, split)
             else:
                 problems.append(f"{path} cannot be read")
         if not usable and len(problems) == told:

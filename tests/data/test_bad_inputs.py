@@ -37,7 +37,7 @@ def run(path, model_file, **options):
         ("a.json", b'[{"text": "\xff"}]', "invalid_utf8 1"),
         ("a.json", b'{"text": "a",\n "more": 1}\n', "invalid_json 2"),  # one object, spread
         ("a.txt", b"caf\xe9", "invalid_utf8 1"),
-        ("a.txt", "text".encode("utf-32"), "UTF-16"),
+        ("a.txt", "text".encode("utf-32"), "UTF-32"),
         ("a.jsonl.gz", gzip.compress(b"PAR1\x15" + b"\0" * 99, mtime=0), "invalid_json 1"),
         ("a.jsonl", b"\x80\x00\x01\x02" * 99, "invalid_utf8 1"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),

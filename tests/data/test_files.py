@@ -57,6 +57,19 @@ def test_each_file_once_and_sorted(tmp_path):
     assert [file.path.name for file in found] == ["a.txt", "b.txt"]
 
 
+def test_a_file_in_two_splits(tmp_path):
+    for folder in ("train", "test", "more"):
+        (tmp_path / folder).mkdir()
+    document = tmp_path / "more" / "a.txt"
+    document.write_text("text")
+    (tmp_path / "train" / "a.txt").symlink_to(document)
+    (found,) = find_files([str(tmp_path)]).files
+    assert found.split == "train"
+    (tmp_path / "test" / "a.txt").symlink_to(document)
+    with pytest.raises(UserError, match="cannot go to test and to train"):
+        find_files([str(tmp_path)])
+
+
 def test_every_fault_at_once(tmp_path):
     touch(tmp_path / "code" / "a.py")
     (tmp_path / "empty").mkdir()
