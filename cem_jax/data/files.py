@@ -64,33 +64,17 @@ def find_files(inputs: Sequence[str]) -> FoundFiles:
     found: dict[str, SourceFile] = {}
     ignored: set[AnyPath] = set()
     problems: list[str] = []
-
-    def add(identity: str, path: AnyPath, size: int, split: str | None) -> None:
-        known = found.setdefault(identity, SourceFile(path, size, split))
-        if split and known.split is None:
-            found[identity] = replace(known, split=split)
-        elif split and split != known.split:
-            problems.append(
-                f"{path} is the file {known.path} too: it cannot go to {known.split} and to {split}"
-            )
-
     for given in inputs:
-        usable = 0
         others: set[AnyPath] = set()
         told = len(problems)
+        usable = 0
         for path, split in _expand(given, problems):
             if file_format(path) is None:
                 others.add(path)
                 continue
             usable += 1
-            if isinstance(path, RemotePath):
-                add(_identity_of(path), path, path.size(), split)
-            elif path.exists() and not path.is_file():
-                problems.append(f"{path} is not a regular file")
-            elif os.access(path, os.R_OK):
-                add(os.path.realpath(path), path, path.stat().st_size, split)
-            else:
-                problems.append(f"{path} cannot be read")
+            if problem := _add(found, path, split):
+                problems.append(problem)
         if not usable and len(problems) == told:
             holds = f"only {_suffixes(others)} files" if others else "nothing"
             problems.append(f"{given} gives {holds}; known formats are {FORMATS_TOLD}")
@@ -99,6 +83,24 @@ def find_files(inputs: Sequence[str]) -> FoundFiles:
         raise UserError(*problems)
     files = sorted(found.values(), key=lambda file: str(file.path))
     return FoundFiles(tuple(files), tuple(sorted(ignored, key=str)))
+
+
+def _add(found: dict[str, SourceFile], path: AnyPath, split: str | None) -> str | None:
+    """Put a file into `found`, by what it is under all its names; or say why it cannot be used."""
+    if isinstance(path, RemotePath):
+        identity, size = _identity_of(path), path.size()
+    elif path.exists() and not path.is_file():
+        return f"{path} is not a regular file"
+    elif not os.access(path, os.R_OK):
+        return f"{path} cannot be read"
+    else:
+        identity, size = os.path.realpath(path), path.stat().st_size
+    known = found.setdefault(identity, SourceFile(path, size, split))
+    if split and known.split is None:
+        found[identity] = replace(known, split=split)
+    elif split and split != known.split:
+        return f"{path} is the file {known.path} too: it cannot go to {known.split} and to {split}"
+    return None
 
 
 def _identity_of(path: RemotePath) -> str:
