@@ -31,8 +31,6 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.data.context = 128
 
-    c.optimizer.learning_rate = 0.008  # larger than Table 2's, as the model is so much smaller
-
     c.train.tokens = 2_000_000
     c.train.global_batch = 8
     c.train.compute_dtype = "float32"
