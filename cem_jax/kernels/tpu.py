@@ -3,10 +3,12 @@
 What `blockwise` computes, in one kernel forward and one backward, of two kinds: resident ones keep
 all keys of a sequence in VMEM (`tpu_forward`, `tpu_backward`: they hold the mathematics), streamed
 ones a block of them (`tpu_streamed_forward`, `tpu_streamed_backward`), for what does not fit.
-`tpu_layout` says how arrays lie in HBM. Here: which kernel runs, and what cannot.
+`tpu_layout` says how arrays lie in HBM. Streamed kernels also run on a device that has some of a
+sequence's queries (`Chunks`). Here: which kernel runs, and what cannot.
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 from cem_jax.kernels import (
     tpu_backward,
@@ -59,7 +61,8 @@ def backward(
         d = found[f"d{name}"]
         if chunks is not None and kernel.operand(f"d{name}", sizes).part == "hbm":
             # no program was there to write sums of keys behind the last query
-            d = jnp.where(jnp.arange(d.shape[-1]) < chunks.end, d, 0)
+            j = lax.broadcasted_iota(jnp.int32, d.shape, d.ndim - 1)
+            d = jnp.where(j < chunks.end, d, 0.0)
         d = d.sum((0, 2, 3)) if name in SCALARS else restore(d, x.shape)
         return d.astype(x.dtype)
 
