@@ -10,7 +10,8 @@ A block of keys comes by once for every block of queries, too often to be turned
     h [B, J, D]   hT, eT [B, D, J]   segment_columns [B, J, L]   S: R in whole tiles, L: 128 lanes
 
 J is padded with zeros to whole blocks: no real query sees a padded key, and a padded query has no
-cotangent. No program reads past an array.
+cotangent. No program reads past an array. Where positions are split, arrays of queries have those
+of one device, and nothing is padded; segments are whole.
 """
 
 from typing import NamedTuple
