@@ -88,7 +88,7 @@ def test_devices_have_their_share_of_outputs_and_gradients(name):
 
 @pytest.mark.parametrize(("device", "context"), [(0, "summed"), (1, "none")])
 def test_unwritten_memory_and_races(device, context, capfd, caplog):
-    """The first device's rows lie far apart; the second one's sums of the last keys are nobody's."""
+    """The first device's rows lie far apart; the second one never sees the last keys."""
     devices, positions = 2, 512
     share = Share(devices, positions, device)
     inputs = share.inputs(draw(positions, heads=1, width=12, dim=24, diagonal="shared"))
