@@ -37,6 +37,7 @@ def bytes_moved(text: list[str], module, sizes, kind: str) -> int:
     whole, on_diagonal = tiles(sizes)
     seen = whole + on_diagonal
     times = dict(queries=sizes.query_blocks, all=1, keys=seen * sizes.sweeps, hbm=whole + seen)
+    times["sequence"] = times["queries"]
     operands = [module.operand(name, sizes) for names in module.arrays(sizes) for name in names]
     blocks = [(x.part, padded_bytes(x.block(sizes), x.dtype)) for x in operands]
     return sum(size * times[part] for part, size in blocks if size in found)

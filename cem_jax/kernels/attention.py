@@ -6,6 +6,7 @@ An implementation is a module with two pure functions and, if fused, an objectio
     backward(inputs, plan, lse, o, a, (dlse, do, da)) -> gradients, an `Inputs`
     obstacle(inputs, plan) -> why it cannot serve this call, or None
 
+Where it can work for some of a sequence's queries, both functions take their `Chunks` at last.
 What is kept between the two passes is what the backward pass takes: the inputs, lse, o, a.
 """
 
@@ -100,23 +101,23 @@ def _compute(implementation: str, plan: Plan, direction: str, inputs: Inputs, *r
 
 def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
     """The forward or the backward function, of the platform that the program is compiled for."""
-    plain = partial(_run, blockwise, direction, _plain(plan))
-    demanded = implementation == "pallas"
     split = split_in_use()
     if split.places > 1:
-        return _over_positions(direction, plan, inputs, split, demanded)
+        _check_positions(inputs, split)
+        plain = _over_mesh(blockwise, direction, _plain(plan))
+    else:
+        plain = partial(_run, blockwise, direction, _plain(plan))
     if implementation == "blockwise":
         return plain
-    if plan.interpret:
-        return _fused("tpu", direction, plan)
-    target = target_platform()
+    demanded = implementation == "pallas"
+    target = "tpu" if plan.interpret else target_platform()
     branches = {}
     for platform, name in FUSED_PLATFORMS.items():
         if platform == "cuda" != target:
             continue  # Triton's lowering asks for the GPU it is meant for
         reason = _obstacle(name, inputs, plan)
         if reason is None:
-            branches[platform] = _fused(name, direction, plan)
+            branches[platform] = _over_mesh(_module(name), direction, plan)
         elif platform == target:
             if demanded:
                 raise Unavailable(f"'pallas' cannot run: {reason}")
@@ -131,14 +132,12 @@ def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
     return branches[target]
 
 
-def _over_positions(direction: str, plan: Plan, inputs: Inputs, split: Split, demanded: bool):
+def _check_positions(inputs: Inputs, split: Split) -> None:
     reason = context.obstacle(inputs.q.shape[1], split.places)
     if reason is None and isinstance(part := share(inputs, split), str):
         reason = part
-    if demanded or reason:
-        raise Unavailable(reason or "'pallas' cannot run: the mesh splits positions (mesh.context)")
-    run = partial(getattr(context, direction), axis=split.positions, devices=split.places)
-    return _OVER_MESH[direction](run, _plain(plan))
+    if reason:
+        raise Unavailable(reason)
 
 
 def _by_platform(branches, plain, *arguments):
@@ -149,16 +148,23 @@ def _run(module, direction: str, plan: Plan, inputs: Inputs, *rest):
     return getattr(module, direction)(inputs, plan, *rest)
 
 
-def _fused(name: str, direction: str, plan: Plan):
-    module = import_module(f"cem_jax.kernels.{name}")
-    return _OVER_MESH[direction](getattr(module, direction), plan)
+def _over_mesh(module, direction: str, plan: Plan):
+    compute, split = getattr(module, direction), split_in_use()
+    if split.places > 1:
+        over = dict(axis=split.positions, devices=split.places)
+        compute = partial(getattr(context, direction), compute, **over)
+    return _OVER_MESH[direction](compute, plan)
+
+
+def _module(name: str):
+    return import_module(f"cem_jax.kernels.{name}")
 
 
 def _obstacle(name: str, inputs: Inputs, plan: Plan) -> str | None:
     part = share(inputs, split_in_use())
     if isinstance(part, str):
         return part
-    return import_module(f"cem_jax.kernels.{name}").obstacle(part, plan)
+    return _module(name).obstacle(part, plan)
 
 
 def _plain(plan: Plan) -> Plan:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cem_jax.kernels.chunks import Chunks
 from cem_jax.kernels.inputs import Inputs, Plan, accumulator
 
 
@@ -38,13 +39,18 @@ def whole(positions: int, blocks: tuple[int, int]) -> Window:
     """All queries: every tile that holds a pair j ≤ i, rows in order."""
     queries, keys = blocks
     starts = np.arange(0, positions, queries, dtype=np.int32)
+    return Window(starts, _tiles(starts, -(-positions // keys), blocks))
+
+
+def _tiles(starts, key_blocks: int, blocks: tuple[int, int]) -> np.ndarray:
+    queries, keys = blocks
     tiles = [
         (x, y)
         for x, start in enumerate(starts)
-        for y in range(-(-positions // keys))
+        for y in range(key_blocks)
         if y * keys < start + queries
     ]
-    return Window(starts, np.array(tiles, np.int32))
+    return np.array(tiles, np.int32)
 
 
 class Blocked(NamedTuple):
@@ -68,19 +74,38 @@ def default_blocks(positions: int) -> tuple[int, int]:
     return min(size, positions), min(size, positions)
 
 
-def _with_blocks(plan: Plan, inputs: Inputs) -> Plan:
-    return plan._replace(blocks=plan.blocks or default_blocks(inputs.q.shape[1]))
+def _placed(inputs: Inputs, plan: Plan, chunks: Chunks | None) -> tuple[Plan, Window | None]:
+    """The plan with its blocks, and their tiles; None for those of a whole sequence."""
+    positions = inputs.k.shape[1]
+    blocks = plan.blocks or default_blocks(positions)
+    if chunks is None:
+        return plan._replace(blocks=blocks), None
+    limit = min(*blocks, chunks.length)
+    block = max(size for size in range(1, limit + 1) if chunks.length % size == 0)
+    blocks, starts = (block, block), chunks.blocks(block)
+    tiles = [_tiles(x, positions // block, blocks) for x in starts]
+    return plan._replace(blocks=blocks), Window(chunks.own(starts), chunks.own(tiles))
+
+
+def forward(inputs: Inputs, plan: Plan, chunks: Chunks | None = None):
+    """lse [B, K, J], o [B, J, K, R] and a: None, [B, J, D] or [B, J, K, D] by `plan.context`.
+
+    In the accumulator's dtype (float32 or float64). With `chunks`, q and g are their queries.
+    """
+    return _forward(inputs, *_placed(inputs, plan, chunks))
+
+
+def backward(
+    inputs: Inputs, plan: Plan, lse_BKJ, o_BJKR, a, cotangents, chunks: Chunks | None = None
+) -> Inputs:
+    """The gradients of `inputs` from those of (lse, o, a), whose values are given too."""
+    plan, window = _placed(inputs, plan, chunks)
+    return _backward(inputs, plan, window, lse_BKJ, o_BJKR, a, cotangents)
 
 
 # Jitted, or each call outside a jit would compile its scans anew.
 @partial(jax.jit, static_argnums=1)
-def forward(inputs: Inputs, plan: Plan, window: Window | None = None):
-    """lse [B, K, J], o [B, J, K, R] and a: None, [B, J, D] or [B, J, K, D] by `plan.context`.
-
-    In the accumulator's dtype (float32 or float64). With a `window`, q and g are its queries and
-    the plan says its blocks, which divide them.
-    """
-    plan = _with_blocks(plan, inputs)
+def _forward(inputs: Inputs, plan: Plan, window: Window | None):
     blocked = _cut(inputs, plan, window)
     lse_XBKI, o_XBKIR = _sweep_forward(blocked, plan)
     positions = inputs.q.shape[1]
@@ -95,12 +120,8 @@ def forward(inputs: Inputs, plan: Plan, window: Window | None = None):
 
 
 @partial(jax.jit, static_argnums=1)
-def backward(
-    inputs: Inputs, plan: Plan, lse_BKJ, o_BJKR, a, cotangents, window: Window | None = None
-) -> Inputs:
-    """The gradients of `inputs` from those of (lse, o, a), whose values are given too."""
+def _backward(inputs: Inputs, plan: Plan, window: Window | None, lse_BKJ, o_BJKR, a, cotangents):
     dlse_BKJ, do_BJKR, da = cotangents
-    plan = _with_blocks(plan, inputs)
     block = plan.blocks[0]
     blocked = _cut(inputs, plan, window)
     # exp(s − ∞) = 0: the rows that padding added take no part

@@ -28,6 +28,8 @@ def obstacle(inputs: Inputs, plan: Plan) -> str | None:
         return f"the GPU kernels take heads of up to {WIDEST}, not {inputs.q.shape[-1]}"
     if plan.context == "per_head":
         return "the GPU kernels average contexts over all heads together, not for each"
+    if inputs.split:
+        return "the GPU kernels take whole sequences, and the mesh splits positions (mesh.context)"
     return refused_blocks(plan)
 
 

@@ -18,6 +18,11 @@ class Inputs(NamedTuple):
     self_bias: jax.Array | None  # β, [K]
     segments: jax.Array | None  # document ids, [B, J]
 
+    @property
+    def split(self) -> bool:
+        """Whether queries, q and g, are those of one device, some of the sequence's positions."""
+        return self.q.shape[1] != self.k.shape[1]
+
 
 class Plan(NamedTuple):
     """What is static in a call, the same for every implementation."""

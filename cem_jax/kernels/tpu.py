@@ -3,10 +3,12 @@
 What `blockwise` computes, in one kernel forward and one backward, of two kinds: resident ones keep
 all keys of a sequence in VMEM (`tpu_forward`, `tpu_backward`: they hold the mathematics), streamed
 ones a block of them (`tpu_streamed_forward`, `tpu_streamed_backward`), for what does not fit.
-`tpu_layout` says how arrays lie in HBM. Here: which kernel runs, and what cannot.
+`tpu_layout` says how arrays lie in HBM. Streamed kernels also run on a device that has some of a
+sequence's queries (`Chunks`). Here: which kernel runs, and what cannot.
 """
 
 import jax.numpy as jnp
+from jax import lax
 
 from cem_jax.kernels import (
     tpu_backward,
@@ -14,6 +16,7 @@ from cem_jax.kernels import (
     tpu_streamed_backward,
     tpu_streamed_forward,
 )
+from cem_jax.kernels.chunks import Chunks
 from cem_jax.kernels.inputs import Inputs, Plan
 from cem_jax.kernels.tpu_call import call, fitted, needed
 from cem_jax.kernels.tpu_layout import SCALARS, restore
@@ -25,16 +28,19 @@ FORWARD = (tpu_forward, tpu_streamed_forward)
 BACKWARD = (tpu_backward, tpu_streamed_backward)
 
 
-def forward(inputs: Inputs, plan: Plan):
+def forward(inputs: Inputs, plan: Plan, chunks: Chunks | None = None):
     """lse [B, K, J], o [B, J, K, R], a [B, J, D] or None, in float32."""
     kernel, sizes = fitted(FORWARD, inputs, plan)
-    found = call(kernel, sizes, plan.interpret, _computable(inputs, sizes)._asdict())
+    found = call(kernel, sizes, plan.interpret, _computable(inputs, sizes)._asdict(), chunks)
+    batch, asking, *_ = inputs.q.shape
     o_BJKR = restore(found["o"], inputs.q.shape)
-    a_BJD = restore(found["a"], inputs.h.shape) if sizes.exact else None
-    return found["lse"][..., : inputs.q.shape[1]], o_BJKR, a_BJD
+    a_BJD = restore(found["a"], (batch, asking, sizes.model)) if sizes.exact else None
+    return found["lse"][..., :asking], o_BJKR, a_BJD
 
 
-def backward(inputs: Inputs, plan: Plan, lse, o, a, cotangents) -> Inputs:
+def backward(
+    inputs: Inputs, plan: Plan, lse, o, a, cotangents, chunks: Chunks | None = None
+) -> Inputs:
     """Gradients of every floating input, in its dtype; None for what is absent.
 
     `lse`, `o`, `a` are the forward's, `cotangents` theirs. `a` is not needed.
@@ -47,12 +53,16 @@ def backward(inputs: Inputs, plan: Plan, lse, o, a, cotangents) -> Inputs:
     do_o_BJK = (do.astype(jnp.float32) * o).sum(-1)
     delta_BKJ = jnp.swapaxes(do_o_BJK, 1, 2) - dlse
     arrays = _computable(inputs, sizes)._asdict() | dict(lse=lse, delta=delta_BKJ, do=do, da=da)
-    found = call(kernel, sizes, plan.interpret, arrays)
+    found = call(kernel, sizes, plan.interpret, arrays, chunks)
 
     def gradient(name, x):
         if f"d{name}" not in found:
             return None
         d = found[f"d{name}"]
+        if chunks is not None and kernel.operand(f"d{name}", sizes).part == "hbm":
+            # no program was there to write sums of keys behind the last query
+            j = lax.broadcasted_iota(jnp.int32, d.shape, d.ndim - 1)
+            d = jnp.where(j < chunks.end, d, 0.0)
         d = d.sum((0, 2, 3)) if name in SCALARS else restore(d, x.shape)
         return d.astype(x.dtype)
 
@@ -65,6 +75,12 @@ def obstacle(inputs: Inputs, plan: Plan) -> str | None:
         return f"the TPU kernels compute in {', '.join(DTYPES)}, not {inputs.q.dtype}"
     if plan.context == "per_head":
         return "the TPU kernels average h for all heads together, not for each"
+    chunk = inputs.q.shape[1] // 2
+    if inputs.split and chunk % LANES:
+        return (
+            f"the mesh splits positions (mesh.context) into chunks of {chunk}; the TPU kernels "
+            f"take multiples of {LANES}"
+        )
     if plan.blocks is not None:
         queries, keys = plan.blocks
         if queries % LANES or keys % LANES or queries % keys:
@@ -72,6 +88,8 @@ def obstacle(inputs: Inputs, plan: Plan) -> str | None:
                 f"block sizes for TPU are multiples of {LANES}, the query block one of the key "
                 f"block; got {plan.blocks}"
             )
+        if inputs.split and chunk % queries:
+            return f"query blocks of {queries} do not divide a device's chunks of {chunk} positions"
     need = max(needed(*fitted(kernels, inputs, plan)) for kernels in (FORWARD, BACKWARD))
     need, room = need / 2**20, vmem_capacity() / 2**20
     if need > room:

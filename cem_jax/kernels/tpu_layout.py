@@ -10,7 +10,8 @@ A block of keys comes by once for every block of queries, too often to be turned
     h [B, J, D]   hT, eT [B, D, J]   segment_columns [B, J, L]   S: R in whole tiles, L: 128 lanes
 
 J is padded with zeros to whole blocks: no real query sees a padded key, and a padded query has no
-cotangent. No program reads past an array.
+cotangent. No program reads past an array. Where positions are split, arrays of queries have those
+of one device, and nothing is padded; segments are whole.
 """
 
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from cem_jax.kernels.tpu_plan import LANES, Sizes, padded_bytes
+from cem_jax.kernels.tpu_rows import Row
 
 SCALARS = ("slopes", "self_bias")  # read one by one, from SMEM
 F32 = jnp.dtype(jnp.float32)
@@ -31,12 +33,14 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     dtype: jnp.dtype
     # What a program has of it: a block of positions, along "queries" or "keys", or "all" of a
-    # batch element; "scalars" in SMEM; "hbm": nothing, the kernel itself copies blocks of keys.
+    # batch element; "sequence": its queries' block of an array of all positions; "scalars" in SMEM;
+    # "hbm": nothing, the kernel itself copies blocks of keys.
     part: str = "queries"
     axis: int = -1  # of its positions
 
     def block(self, sizes: Sizes) -> tuple[int, ...]:
-        size = dict(queries=sizes.queries, keys=sizes.keys, hbm=sizes.keys).get(self.part)
+        size = dict(queries=sizes.queries, sequence=sizes.queries, keys=sizes.keys, hbm=sizes.keys)
+        size = size.get(self.part)
         block = list(self.shape)
         if size is not None:
             block[self.axis] = size
@@ -55,14 +59,23 @@ class Operand(NamedTuple):
             return pl.BlockSpec(memory_space=pl.ANY)
         axis = self.axis % len(self.shape)
 
-        def index(b, i, *streamed):
-            place = i
-            if self.part == "keys":
-                place = jnp.minimum(sizes.key_block(streamed[-1]), sizes.last_key_block(i))
-            where = 0 if self.part == "all" else place
+        def index(b, x, *streamed):
+            where = 0 if self.part == "all" else self._place(x, *streamed, sizes=sizes)
             return (b, *(where if n == axis else 0 for n in range(len(self.shape))))
 
         return pl.BlockSpec((None, *self.block(sizes)), index)
+
+    def _place(self, x, *streamed, sizes: Sizes):
+        """Of the block that the programs of row x have; streamed ones have more coordinates."""
+        if not streamed:
+            return x
+        _, step, *tables = streamed
+        row = Row(x, tables, sizes)
+        if self.part == "queries":
+            return row.block
+        if self.part == "sequence":
+            return row.place
+        return jnp.minimum(sizes.key_block(step), sizes.last_key_block(row.place))
 
 
 def given(sizes: Sizes) -> tuple[str, ...]:
@@ -78,7 +91,8 @@ def gradients(sizes: Sizes) -> tuple[str, ...]:
 
 def flat(name: str, sizes: Sizes) -> Operand:
     """An array of the resident kernels, by name; a gradient's is d… of its input's."""
-    heads, positions, of = sizes.heads, sizes.positions, name.removeprefix("d")
+    heads, of = sizes.heads, name.removeprefix("d")
+    positions = sizes.positions if of in ("k", "v", "h", "segments") else sizes.asking
     if name in SCALARS:
         return Operand((heads,), F32, "scalars")
     if of in SCALARS:
@@ -100,17 +114,18 @@ def flat(name: str, sizes: Sizes) -> Operand:
 def laid_out(name: str, sizes: Sizes) -> Operand:
     """An array of the streamed kernels, by name; inputs of the tiles have their scratch's names."""
     heads, rows, model, positions = sizes.heads, sizes.rows, sizes.model, sizes.positions
-    dtype = sizes.dtype
-    gT = (model, positions) if sizes.diagonal == "shared" else (heads, model, positions)
+    dtype, asking = sizes.dtype, sizes.asking
+    gT = (model, asking) if sizes.diagonal == "shared" else (heads, model, asking)
     known = dict(
-        qT=Operand((heads, rows, positions), dtype),
-        doT=Operand((heads, rows, positions), dtype),
+        qT=Operand((heads, rows, asking), dtype),
+        doT=Operand((heads, rows, asking), dtype),
         gT=Operand(gT, dtype),
-        eT=Operand((model, positions), dtype),
+        eT=Operand((model, asking), dtype),
         k=Operand((heads, positions, rows), dtype, "keys", 1),
         kT=Operand((heads, rows, positions), dtype, "keys"),
         h=Operand((positions, model), dtype, "keys", 0),
         hT=Operand((model, positions), dtype, "keys"),
+        segments=Operand((1, positions), jnp.dtype(jnp.int32), "sequence"),
         segment_columns=Operand((positions, LANES), jnp.dtype(jnp.int32), "keys", 0),
         dk=Operand((heads, rows, positions), F32, "hbm"),
         dh=Operand((model, positions), F32, "hbm"),
@@ -124,9 +139,9 @@ def arrange(name: str, arrays: dict, operand: Operand, sizes: Sizes):
     if name in SCALARS:
         return arrays[name].astype(operand.dtype)
     if name in ("lse", "delta"):
-        return _padded(arrays[name], -1, sizes)
+        return _padded(arrays[name], -1, operand)
     source = dict(doT="do", eT="da", segment_columns="segments")
-    x = _padded(arrays[source.get(name, name.removesuffix("T"))], 1, sizes)
+    x = _padded(arrays[source.get(name, name.removesuffix("T"))], 1, operand)
     x = x.astype(operand.dtype)
     if name == "segments":
         return x[:, None]
@@ -147,7 +162,7 @@ def restore(x, shape: tuple[int, ...]):
     return jnp.swapaxes(x, 1, 2)[:, : shape[1]].reshape(shape)
 
 
-def _padded(x, axis: int, sizes: Sizes):
+def _padded(x, axis: int, operand: Operand):
     missing = [(0, 0)] * x.ndim
-    missing[axis] = (0, sizes.positions - x.shape[axis])
+    missing[axis] = (0, operand.shape[operand.axis] - x.shape[axis])
     return jnp.pad(x, missing) if missing[axis][1] else x

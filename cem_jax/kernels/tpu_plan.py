@@ -24,7 +24,8 @@ RESERVED_VMEM = 3 * 2**20
 class Sizes(NamedTuple):
     """Static facts of a call. Positions are those of the padded arrays."""
 
-    positions: int
+    positions: int  # of the keys
+    asking: int  # positions of the queries: as many, or those of one device
     heads: int
     width: int  # R
     rows: int  # R padded to whole tiles
@@ -52,7 +53,7 @@ class Sizes(NamedTuple):
 
     @property
     def query_blocks(self) -> int:
-        return self.positions // self.queries
+        return self.asking // self.queries
 
     @property
     def key_blocks(self) -> int:
@@ -71,17 +72,20 @@ class Sizes(NamedTuple):
         return self.key_blocks - 1 - step
 
     def last_key_block(self, i):
-        """Seen by query block i."""
+        """Seen by query block i of the sequence."""
         return (i + 1) * self.ratio - 1
 
 
 def sizes_of(inputs: Inputs, plan: Plan, default: tuple[int, int], streamed: bool) -> Sizes:
     """`default`: query and key positions of a block where the plan leaves them open."""
-    _, positions, heads, width = inputs.q.shape
-    queries, keys = plan.blocks or fitted_blocks(positions, default)
+    _, positions, heads, width = inputs.k.shape
+    chunk = inputs.q.shape[1] // 2 if inputs.split else None
+    queries, keys = plan.blocks or fitted_blocks(positions, default, chunk)
+    positions = round_up(positions, lcm(queries, keys))
     diagonal = "none" if inputs.g is None else "shared" if inputs.g.ndim == 3 else "per_head"
     return Sizes(
-        positions=round_up(positions, lcm(queries, keys)),
+        positions=positions,
+        asking=inputs.q.shape[1] if inputs.split else positions,
         heads=heads,
         width=width,
         rows=round_up(width, SUBLANES),
@@ -105,10 +109,14 @@ def round_up(size: int, multiple: int) -> int:
     return ceil(size / multiple) * multiple
 
 
-def fitted_blocks(positions: int, default: tuple[int, int]) -> tuple[int, int]:
-    """The default blocks, halved while they would pad J by more than an eighth."""
+def fitted_blocks(positions: int, default: tuple[int, int], chunk: int | None) -> tuple[int, int]:
+    """The default blocks, halved while they would pad J by more than an eighth.
+
+    Of a `chunk` of the positions, while they do not divide it.
+    """
     queries, keys = default
-    while queries > LANES and 8 * (round_up(positions, queries) - positions) > positions:
+    padded = lambda: 8 * (round_up(positions, queries) - positions) > positions
+    while queries > LANES and (chunk % queries if chunk else padded()):
         queries //= 2
     return queries, min(keys, queries)
 

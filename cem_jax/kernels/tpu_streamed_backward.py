@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from cem_jax.kernels import tpu_backward
 from cem_jax.kernels.tpu_layout import gradients, laid_out
 from cem_jax.kernels.tpu_plan import Sizes
+from cem_jax.kernels.tpu_rows import Row
 from cem_jax.kernels.tpu_tiles import at_tile, span
 
 STREAMED = True
@@ -49,16 +50,18 @@ def scratch(sizes: Sizes) -> dict:
     return kept
 
 
-def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
-    b, i, sweep, step = (pl.program_id(axis) for axis in range(4))
-    j = sizes.key_block(step)
-    sums = Sums({name: outputs[name].at[b] for name in summed(sizes)}, kept, i, j, sizes)
+def kernel(*references, sizes: Sizes):
+    *tables, inputs, outputs, kept = references
+    b, x, sweep, step = (pl.program_id(axis) for axis in range(4))
+    row = Row(x, tables, sizes)
+    i, j = row.place, sizes.key_block(step)
+    sums = Sums({name: outputs[name].at[b] for name in summed(sizes)}, kept, row, j, sizes)
     refs = inputs | kept | sums.refs
     refs |= {name: outputs[name] for name in ("dslopes", "dself_bias") if name in outputs}
     see = lambda visit: at_tile(lambda tile: visit(tile, refs), i, j, sizes)
 
     first = (sweep == 0) & (step == 0)
-    pl.when(first & (i == 0))(lambda: tpu_backward.clear(refs, "dslopes", "dself_bias"))
+    pl.when(first & (x == 0))(lambda: tpu_backward.clear(refs, "dslopes", "dself_bias"))
     pl.when(first)(lambda: tpu_backward.start_queries(inputs, refs, sizes))
     if sizes.exact:
         pl.when(sweep == 0)(lambda: see(tpu_backward.complete_delta))
@@ -75,34 +78,33 @@ def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
 
 
 class Sums:
-    """dk, dv and dh of the block of keys `j`, from HBM and back, while query block `i` adds to it.
+    """dk, dv and dh of the block of keys `j`, from HBM and back, while the queries of `row` add.
 
     Tile t of a batch element adds in slot t mod 3; meanwhile what tile t − 1 added is written, and
-    the block of tile t + 1 is read, unless t + 1 is the first to see that block, on the diagonal.
-    A read must not meet the last write to its block. Blocks of keys come from the diagonal back, so
-    a block that query blocks i − 1 and i share comes to the second (i + 1)·ratio tiles after the
-    first, and is read a tile before that, when of writes only that of tile t − 1 is under way. So
-    the one danger is in i = ratio = 1: tile 1 reads what tile 0 writes, which therefore waits.
+    the block of tile t + 1 is read, unless t + 1 is the first to see that block.
+    A read must not meet the last write to its block, by the row before. Blocks of keys come from
+    the diagonal back, so a block comes again n tiles later to a row of n tiles, and is read a tile
+    before that, when of writes only that of tile t − 1 is under way. So the one danger is in n = 2,
+    in the second row of a sequence with ratio = 1: tile 1 reads what tile 0 writes, which therefore
+    waits.
     """
 
-    def __init__(self, hbm: dict, kept: dict, i, j, sizes: Sizes):
-        self.hbm, self.sizes, self.i, self.j = hbm, sizes, i, j
-        before = sizes.ratio * i * (i + 1) // 2  # tiles of the rows before
-        self.tile = before + sizes.last_key_block(i) - j
+    def __init__(self, hbm: dict, kept: dict, row: Row, j, sizes: Sizes):
+        self.hbm, self.sizes, self.row, self.j = hbm, sizes, row, j
+        self.tile = row.tiles + sizes.last_key_block(row.place) - j
         self.slots = {name: kept[f"{name}T"] for name in hbm}
         self.copied = {name: kept[f"{name}_copied"] for name in hbm}
         self.refs = {f"{name}T": self._slot(name) for name in hbm}
 
     def begin(self):
         """This tile's block is there, and the next one's on its way."""
-        shared = self.i * self.sizes.ratio - 1  # the last block that query block i − 1 saw too
-        seen = self.j <= shared
+        seen = self.j < self.row.seen
         clear = lambda: tpu_backward.clear(self.refs, *self.refs)
         wait = lambda: self._each(lambda name: self._read(name, self.j, 0).wait())
         fetch = lambda: self._each(lambda name: self._read(name, self.j - 1, 1).start())
         pl.when(jnp.logical_not(seen))(clear)
         pl.when(seen)(wait)
-        pl.when((self.j >= 1) & (self.j - 1 <= shared))(fetch)
+        pl.when((self.j >= 1) & (self.j - 1 < self.row.seen))(fetch)
 
     def end(self):
         """This tile's block is on its way back; after the last tile it has arrived."""
@@ -110,7 +112,7 @@ class Sums:
         at_once = 1 if self.sizes.ratio == 1 else 0  # tiles that wait for their own write
         pl.when(self.tile > at_once)(wait)  # for that of the tile before
         self._each(lambda name: self._write(name).start())
-        last = (self.i == self.sizes.query_blocks - 1) & (self.j == 0)
+        last = (self.row.x == self.sizes.query_blocks - 1) & (self.j == 0)
         pl.when(last | (self.tile < at_once))(wait)
 
     def _each(self, act):

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from cem_jax.kernels.tpu_forward import attend_to, average, finish, start, sums
 from cem_jax.kernels.tpu_layout import laid_out
 from cem_jax.kernels.tpu_plan import Sizes
+from cem_jax.kernels.tpu_rows import Row
 from cem_jax.kernels.tpu_tiles import at_tile
 
 STREAMED = True
@@ -28,8 +29,10 @@ def arrays(sizes: Sizes):
     return inputs, ("lse", "o", *(("a",) if sizes.exact else ()))
 
 
-def kernel(inputs: dict, outputs: dict, kept: dict, *, sizes: Sizes):
-    i, sweep, step = (pl.program_id(axis) for axis in (1, 2, 3))
+def kernel(*references, sizes: Sizes):
+    *tables, inputs, outputs, kept = references
+    x, sweep, step = (pl.program_id(axis) for axis in (1, 2, 3))
+    i = Row(x, tables, sizes).place
     last = step == sizes.key_blocks - 1
     refs = {"vT": inputs["vT" if sizes.values else "kT"]} | inputs | kept
     pl.when((sweep == 0) & (step == 0))(lambda: start(refs))

@@ -32,7 +32,7 @@ def cotangents(inputs: Inputs, context: str):
     rng = np.random.default_rng(1)
     normal = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     batch, positions, heads, _ = inputs.q.shape
-    da = None if context == "none" else normal(inputs.h.shape)
+    da = None if context == "none" else normal((batch, positions, inputs.h.shape[-1]))
     return normal((batch, heads, positions)), normal(inputs.q.shape), da
 
 

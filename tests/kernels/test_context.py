@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cem_jax.kernels import context
+from cem_jax.kernels import blockwise, context
+from cem_jax.kernels.chunks import balanced
 
 SCRIPT = """
 import jax
@@ -98,7 +99,8 @@ def test_every_pair_is_visited_once_and_the_work_is_equal(devices):
     chunk, block = 6, 3
     count = 2 * devices * chunk // block
     seen = np.zeros((count, count), int)
-    tiles = [context._device_tiles(r, devices, chunk, block) for r in range(devices)]
+    parts = balanced(devices, chunk, None).blocks(block)
+    tiles = [(starts, blockwise._tiles(starts, count, (block, block))) for starts in parts]
     assert len({len(mine) for _, mine in tiles}) == 1
     for starts, mine in tiles:
         for x, y in mine:
