@@ -32,7 +32,7 @@ from cem_jax.train.rundir import read_config, write_run_files
 
 WEIGHTS = "model.safetensors"
 METADATA = "cem_jax"  # one key: the library writes several in any order
-_PARTIAL = ".partial"
+_PARTIAL = ".cem.partial"  # the working directory within one that is there
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def made_whole(output: Path) -> Iterator[Path]:
     """
     output = Path(os.path.abspath(output))
     there = output.is_dir()
-    partial = output / _PARTIAL if there else output.with_name(f".{output.name}{_PARTIAL}")
+    partial = output / _PARTIAL if there else output.with_name(f".{output.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

@@ -147,7 +147,7 @@ def test_an_empty_directory_is_filled_where_it_is(exported, tmp_path, monkeypatc
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         if name == "first":
-            Path(".partial").mkdir()  # of an export that was killed
+            Path(".cem.partial").mkdir()  # of an export that was killed
             assert output(tmp_path / "run", Path("."))["step"] == 7
         else:
             assert back(exported, Path("."))["step"] == 7
