@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cem_jax import arguments
-from cem_jax.arguments.common import text
+from cem_jax.arguments.common import local_path
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.overrides import split_flags
 
@@ -195,7 +195,7 @@ def _parser() -> _Parser:
     for family in arguments.FAMILIES:
         family.add(commands)
     demo = commands.add_parser("demo")  # used by `make demo`; not listed
-    demo.add_argument("--workdir", type=text, default="runs/demo", metavar="DIR")
+    demo.add_argument("--workdir", type=local_path, default="runs/demo", metavar="DIR")
     for command in commands.choices.values():
         command.set_defaults(problems=command.get_default("problems") or (lambda args: []))
         command.add_argument(

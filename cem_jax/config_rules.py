@@ -29,7 +29,7 @@ def _heads(c: Any) -> Iterator[str]:
         fitting = _nearest_divisors(dim, heads)
         yield (
             f"model.attention.heads: {heads} does not divide model.dim {dim}; "
-            f"nearest: {', '.join(map(str, fitting))}"
+            f"nearest: {_listed(fitting)}"
         )
     elif c.model.attention.position == "rope" and (dim // heads) % 2:
         yield (
@@ -92,7 +92,7 @@ def _duration(c: Any) -> Iterator[str]:
 def _microbatch(c: Any) -> Iterator[str]:
     batch, micro = c.train.global_batch, c.train.microbatch
     if micro is not None and batch % micro:
-        fitting = ", ".join(map(str, _nearest_divisors(batch, micro)))
+        fitting = _listed(_nearest_divisors(batch, micro))
         yield (
             f"train.microbatch: {micro} does not divide train.global_batch {batch}; "
             f"nearest: {fitting}"
@@ -111,26 +111,49 @@ def _mesh(c: Any) -> Iterator[str]:
 
 def _mesh_divides(c: Any) -> Iterator[str]:
     """Axes of a stated size. What -1 comes to is known only beside the devices."""
-    rows = c.train.microbatch or c.train.global_batch
-    rows_name = "train.microbatch" if c.train.microbatch else "train.global_batch"
-    checks = (
-        ("model.attention.heads", c.model.attention.heads, "mesh.tensor", c.mesh.tensor),
-        ("model.mlp.dim", c.model.mlp.dim, "mesh.tensor", c.mesh.tensor),
-        ("data.context", c.data.context, "mesh.context", c.mesh.context),
-        (rows_name, rows, "mesh.data", c.mesh.data),
-        (rows_name, rows, "mesh.fsdp", c.mesh.fsdp),
-    )
-    broken = False
-    for name, size, axis, devices in checks:
-        if devices > 1 and size % devices:
-            broken = True
-            yield f"{name}: {size} is not a multiple of {axis} {devices}"
-    data, fsdp = c.mesh.data, c.mesh.fsdp
-    if not broken and data > 1 and fsdp > 1 and rows % (data * fsdp):
-        yield (
-            f"{rows_name}: {rows} is not a multiple of mesh.data {data} times mesh.fsdp {fsdp}, "
-            f"{data * fsdp}"
-        )
+    heads, width, context = c.model.attention.heads, c.model.mlp.dim, c.data.context
+    data, fsdp, tensor = c.mesh.data, c.mesh.fsdp, c.mesh.tensor
+    batch, micro = c.train.global_batch, c.train.microbatch
+    rows = ("train.microbatch", micro, batch) if micro else ("train.global_batch", batch, None)
+    shared = math.gcd(heads, width)  # of both mesh.tensor is a divisor
+    found = [
+        _undivided("model.attention.heads", heads, c.model.dim, "mesh.tensor", tensor, shared),
+        _undivided("model.mlp.dim", width, None, "mesh.tensor", tensor, shared),
+        _undivided("data.context", context, None, "mesh.context", c.mesh.context, context, 2),
+        _undivided(*rows, "mesh.data", data, _left(rows[1], fsdp)),
+        _undivided(*rows, "mesh.fsdp", fsdp, _left(rows[1], data)),
+    ]
+    if not any(found[3:]) and data > 1 and fsdp > 1:
+        found.append(_undivided(*rows, "mesh.data times mesh.fsdp", data * fsdp, rows[1]))
+    yield from (message for message in found if message)
+
+
+def _undivided(
+    name: str, size: int, whole: int | None, axis: str, devices: int, limit: int, chunks: int = 1
+) -> str | None:
+    """That `size` does not divide over an axis, and what would.
+
+    Args:
+      whole: what `size` must itself divide, if anything.
+      limit: what the axis must divide, other fields considered.
+      chunks: how many parts each device gets: attention gives an early and a late one.
+    """
+    ways = devices * chunks
+    if devices <= 1 or size % ways == 0:
+        return None
+    fitting = _nearest_divisors(limit // chunks if limit % chunks == 0 else 1, devices)
+    if whole is None:
+        sizes = [near for near in (size // ways * ways, (size // ways + 1) * ways) if near]
+    else:
+        sizes = _nearest_divisors(whole, size, ways)
+    nearest = [f"{axis} {_listed(fitting)}", *([f"{name} {_listed(sizes)}"] if sizes else [])]
+    over = f"{axis} {devices}" + (f" times {chunks} chunks, {ways}" if chunks > 1 else "")
+    return f"{name}: {size} is not a multiple of {over}; nearest: {' or '.join(nearest)}"
+
+
+def _left(rows: int, devices: int) -> int:
+    """Rows for the other axis, if these divide."""
+    return rows // devices if devices > 1 and rows % devices == 0 else rows
 
 
 def _split(c: Any) -> Iterator[str]:
@@ -171,10 +194,15 @@ _RULES = (
 )
 
 
-def _nearest_divisors(whole: int, wanted: int) -> list[int]:
-    """The divisors of `whole` on either side of `wanted`."""
+def _nearest_divisors(whole: int, wanted: int, step: int = 1) -> list[int]:
+    """The divisors of `whole` that are multiples of `step`, on either side of `wanted`."""
     divisors = {d for d in range(1, math.isqrt(whole) + 1) if whole % d == 0}
     divisors |= {whole // d for d in divisors}
-    below = max((d for d in divisors if d < wanted), default=None)
-    above = min((d for d in divisors if d > wanted), default=None)
+    fitting = [d for d in divisors if d % step == 0]
+    below = max((d for d in fitting if d < wanted), default=None)
+    above = min((d for d in fitting if d > wanted), default=None)
     return [d for d in (below, above) if d is not None]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

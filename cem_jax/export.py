@@ -32,6 +32,7 @@ from cem_jax.train.rundir import read_config, write_run_files
 
 WEIGHTS = "model.safetensors"
 METADATA = "cem_jax"  # one key: the library writes several in any order
+_PARTIAL = ".cem.partial"  # the working directory within one that is there
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -81,27 +82,41 @@ def layer_by_layer(parameters: pure.Parameters) -> dict[str, np.ndarray]:
 
 
 def new_directory(flag: str, path: str | os.PathLike[str]) -> Path:
-    """A path for a directory that is yet to be made. Raises UserError where something is."""
+    """A path for a directory that is yet to be made or filled. Raises UserError for any other."""
     found = Path(path)
-    if found.exists() and (not found.is_dir() or any(found.iterdir())):
+    try:
+        free = not found.exists() or (found.is_dir() and not _others(found))
+    except OSError as error:
+        raise UserError(f"{flag} {found}: cannot be used: {error.strerror}") from None
+    if not free:
         raise UserError(f"{flag} {found}: exists and is not an empty directory; name a new one")
     return found
+
+
+def _others(directory: Path) -> list[str]:
+    """What a directory holds beside the leftovers of an export that was killed."""
+    return [entry.name for entry in directory.iterdir() if entry.name != _PARTIAL]
 
 
 @contextlib.contextmanager
 def made_whole(output: Path) -> Iterator[Path]:
     """A directory to be filled, which becomes `output` at the end; after an exception, nothing.
 
+    A directory that is there already stays the same one: it may be a mount or where a shell is.
     Raises UserError when it cannot be written.
     """
-    partial = output.with_name(f".{output.name}.partial")
+    output = Path(os.path.abspath(output))
+    there = output.is_dir()
+    partial = output / _PARTIAL if there else output.with_name(f".{output.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        if output.exists():
-            output.rmdir()  # it is empty
-        partial.rename(output)
+        if there:
+            for entry in sorted(partial.iterdir()):
+                entry.rename(output / entry.name)
+        else:
+            partial.rename(output)
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror or error}") from None
     finally:

@@ -7,7 +7,7 @@ cannot go on where it was; a new run can begin with its parameters.
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from cem_jax.train.naming import describe, named_leaves, nested
 from cem_jax.train.rundir import read_config, write_run_files
 
 _SHOWN = 20  # problems told one by one
+_LAST_STEP = 2**31 - 1  # a run counts its steps in 32 bits
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -40,13 +41,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = read_config(epath.Path(source))
     tokenizer = Tokenizer.load(source / "tokenizer.model")
     arrays, metadata = read_weights(source / WEIGHTS)
+    step = _step(metadata, str(source / WEIGHTS))
     if metadata.get("tokenizer_hash") not in (None, tokenizer.hash):
         raise UserError(
             f"{source / 'tokenizer.model'} is {tokenizer.hash}, but {WEIGHTS} was trained with "
             f"{metadata['tokenizer_hash']}"
         )
     parameters = stacked(arrays, config, str(source / WEIGHTS))
-    step = int(metadata.get("step", 0))
+    _require_finite(arrays, str(source / WEIGHTS))
     extra = {
         "config": config.to_dict(),
         "tokenizer_hash": tokenizer.hash,
@@ -78,7 +80,7 @@ def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         with safe_open(path, framework="numpy") as file:
             metadata = json.loads((file.metadata() or {}).get(METADATA, "null"))
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: no readable safetensors file: {error}") from None
     if not isinstance(metadata, dict):
         raise UserError(f"{path}: was not written by `cem export`: no metadata {METADATA!r}")
@@ -101,14 +103,35 @@ def stacked(arrays: Mapping[str, np.ndarray], config: Config, where: str) -> pur
         if expected.get(name) != found.get(name)
     ]
     if problems:
-        more = len(problems) - _SHOWN
-        tail = [f"… and {more} more"] if more > 0 else []
-        raise UserError(f"{where}: not the parameters of config.json:", *problems[:_SHOWN], *tail)
+        raise UserError(f"{where}: not the parameters of config.json:", *_first(problems))
     tree = {}
     for name, leaf in wanted.items():
         parts = [arrays[dotted] for dotted, _ in _parts(name, leaf)]
         tree[name] = np.stack(parts) if name.startswith("blocks/") else parts[0]
     return nested(tree)
+
+
+def _step(metadata: Mapping[str, Any], where: str) -> int:
+    step = metadata.get("step", 0)
+    if type(step) is not int or not 0 <= step <= _LAST_STEP:
+        raise UserError(
+            f"{where}: its step must be a whole number from 0 to {_LAST_STEP:,}, not "
+            f"{json.dumps(step)}"
+        )
+    return step
+
+
+def _require_finite(arrays: Mapping[str, np.ndarray], where: str) -> None:
+    """No checkpoint of a run holds others (docs/checkpoints.md)."""
+    bad = {name: np.count_nonzero(~np.isfinite(array)) for name, array in arrays.items()}
+    found = [f"{name}: {count:,} of {arrays[name].size:,}" for name, count in bad.items() if count]
+    if found:
+        raise UserError(f"{where}: parameters that are not finite:", *_first(found))
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"… and {more} more"] if more > 0 else [])]
 
 
 def _parts(name: str, leaf: jax.ShapeDtypeStruct) -> list[tuple[str, jax.ShapeDtypeStruct]]:

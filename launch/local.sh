@@ -4,7 +4,8 @@
 #     launch/local.sh N --config FILE --workdir DIR [any flag of `cem train`]
 #
 # GPUs are divided evenly; on CPU every process has one device (JAX_NUM_CPU_DEVICES=k: k each).
-# TERM or Ctrl-C stops all processes at the same step, with a checkpoint.
+# TERM or Ctrl-C stops all processes at the same step, with a checkpoint. One try: what may be
+# tried again stands in launch/README.md.
 #
 # CEM=path/to/cem    the command, when it is not on the PATH
 # CEM_PORT=12345     a port of your choice
@@ -20,11 +21,11 @@ cem=${CEM:-cem}
 export CEM_COORDINATOR=127.0.0.1:${CEM_PORT:-$((20000 + $$ % 10000))}
 export CEM_PROCESSES=$processes
 
-# The GPUs there are, by index or as CUDA_VISIBLE_DEVICES names them.
+# The GPUs there are, by index or as CUDA_VISIBLE_DEVICES names them: none if it is empty or -1.
 gpus=()
 if [[ ${JAX_PLATFORMS:-} != cpu ]]; then
-    if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
-        IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
+    if [[ -v CUDA_VISIBLE_DEVICES ]]; then
+        [[ $CUDA_VISIBLE_DEVICES == -1 ]] || IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
     elif command -v nvidia-smi >/dev/null; then
         mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader)
     fi
@@ -43,7 +44,7 @@ stop() {
 }
 trap stop INT TERM
 
-for ((i = 0; i < processes; i++)); do
+for ((i = 0; i < processes && !stopping; i++)); do
     if ((share > 0)); then
         mine=("${gpus[@]:i*share:share}")
         CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${mine[*]}")
@@ -52,10 +53,14 @@ for ((i = 0; i < processes; i++)); do
     CEM_PROCESS=$i "$cem" train "$@" &
     pids+=($!)
 done
+status=0
+if ((stopping)); then
+    status=143 # also if there was no process yet
+    stop       # the last one was perhaps not in the list
+fi
 
 # The exit status is that of the first process that failed. What it leaves behind ends by itself
 # if it had joined; processes that still wait for it are stopped after a while.
-status=0
 failed_at=
 while ((${#pids[@]})); do
     for i in "${!pids[@]}"; do

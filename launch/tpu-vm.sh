@@ -6,7 +6,8 @@
 # Needs gcloud here, and on every worker this repository with its environment (TPU_DIRECTORY,
 # default cem_jax in the home directory; `make install EXTRAS=tpu`). The workers find each other
 # through the metadata server. --workdir must be shared by all: a mounted bucket or Filestore.
-# Ctrl-C stops all workers at the same step, with a checkpoint.
+# Ctrl-C, TERM or a closed terminal (but for nohup) stops all workers at the same step, with a
+# checkpoint.
 set -euo pipefail
 
 if [[ $# -lt 3 ]]; then
@@ -17,27 +18,45 @@ name=$1 zone=$2
 shift 2
 directory=${TPU_DIRECTORY:-cem_jax}
 
+set -m # a process group for each gcloud, so that Ctrl-C does not end it
 on_all_workers() {
-    gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$1"
+    gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$1" </dev/null
 }
 
-# Each worker tries again after a failure (1), an abort by JAX (134) or a kill (137), as all do when
-# one fails. 2 means that another try would end the same way; 143 that it was asked to stop.
+# Each worker tries again unless the run is finished (0), the input is wrong (2) or a stop was asked
+# for here. That leaves a marker, which is seen between two tries too, and then ends the process
+# whose number is written; the worker writes the number and then looks for the marker.
+# shellcheck disable=SC2088 # the workers expand it; the rest is this launch's own
+mark="~/.cem_train.$(date +%s)-$$"
 flags=$(printf '%q ' "$@")
 train="cd $(printf '%q' "$directory") || exit 2
 for try in \$(seq 50); do
-    .venv/bin/cem train $flags & echo \$! > ~/.cem_train.pid
-    wait \$!; status=\$?
-    case \$status in 1 | 134 | 137) sleep 10 ;; *) break ;; esac
+    if [ -e $mark.stop ]; then status=143; break; fi
+    .venv/bin/cem train $flags & echo \$! > $mark.pid
+    if [ -e $mark.stop ]; then kill -TERM \$!; fi
+    wait \$!; status=\$?; rm -f $mark.pid
+    case \$status in 0 | 2) break ;; esac
+    if [ -e $mark.stop ]; then break; fi
+    for second in \$(seq 10); do [ -e $mark.stop ] || sleep 1; done
 done
+rm -f $mark.stop
 exit \$status"
+halt="touch $mark.stop; (kill -TERM \$(cat $mark.pid)) 2>/dev/null; true"
 
 # ssh does not pass signals on.
-trap 'on_all_workers "kill -TERM \$(cat ~/.cem_train.pid)"' INT TERM
+signals=0
+# shellcheck disable=SC2329 # the trap calls it
+stop() {
+    signals=$((signals + 1))
+    { on_all_workers "$halt" || echo "$0: the workers could not be told; try again" >&2; } &
+}
+trap stop HUP INT TERM
 on_all_workers "$train" &
-status=0
-wait $! || status=$?
-if ((status > 128)); then # the trap has run: wait for the checkpoint
-    wait $! || status=$?
-fi
+training=$!
+while :; do
+    before=$signals status=0
+    wait "$training" || status=$?
+    ((signals == before)) && break # otherwise a signal ended the waiting, not the training
+done
+wait || true
 exit "$status"

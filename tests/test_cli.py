@@ -117,6 +117,51 @@ def test_bad_flags(flags, words, command, capsys):
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        ["train", "--config", BASE, "--workdir"],
+        ["train", "--config", BASE, "--workdir", "w", "--init-from"],
+        ["eval", "--workdir"],
+        ["generate", "--prompt", "a", "--workdir"],
+        ["sweep", "--config", BASE, "--workdir"],
+        ["sweep", "--config", BASE, "--workdir", "w", "--results"],
+        ["report", "--workdir"],
+    ],
+)
+def test_places_may_be_urls_with_two_slashes(flags, command, capsys):
+    command(lambda args: {})
+    for place in ("gs://bucket/x", "./s3:/x", "a:b", "a/s3:x", "C:x"):
+        assert cli.main([*flags, place]) == 0
+    for place in ("gs:/bucket/x", "s3:/x", "S3:/x", "gs:bucket/x", "memory:/x"):
+        assert cli.main([*flags, place]) == 2
+        (line,) = errors(capsys)
+        assert f"{place}: a URL has two slashes after its colon" in line
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["export", "--workdir", "w", "--output"],
+        ["import", "--input", "a", "--workdir"],
+        ["import", "--workdir", "w", "--input"],
+        ["tokenizer", "--input", "a", "--vocab-size", "300", "--output"],
+        ["prepare", "--input", "a", "--tokenizer", "b", "--output"],
+        ["prepare", "--input", "a", "--output", "b", "--tokenizer"],
+        ["prepare", "--check"],
+        ["report", "--workdir", "w", "--output"],
+        ["synthetic", "--workdir"],
+        ["demo", "--workdir"],
+    ],
+)
+def test_what_must_be_local_is_no_url(flags, command, capsys):
+    command(lambda args: pytest.fail("the command must not run"))
+    assert cli.main([*flags, "gs://bucket/x"]) == 2
+    assert "gs://bucket/x: must be a local path, not a URL" in errors(capsys)[0]
+    assert cli.main([*flags, "gs:/bucket/x"]) == 2
+    assert "a URL has two slashes" in errors(capsys)[0]
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["config.train.steps=7"], "an override starts with two dashes: --config.train.steps=7"),

@@ -66,7 +66,7 @@ def test_every_violation_at_once():
         ("mesh.fsdp", "3", "train.global_batch: 128 is not a multiple of mesh.fsdp 3"),
         ("mesh.tensor", "8", "model.attention.heads: 4 is not a multiple of mesh.tensor 8"),
         ("mesh.tensor", "43", "model.attention.heads: 4 is not a multiple of mesh.tensor 43"),
-        ("mesh.context", "3", "data.context: 2048 is not a multiple of mesh.context 3"),
+        ("mesh.context", "3", "2048 is not a multiple of mesh.context 3 times 2 chunks, 6"),
         ("model.attention.tau", "0", "a decimal greater than 0, got '0'"),
         ("model.attention.tau", "nan", "a decimal greater than 0, got 'nan'"),
         ("model.attention.tau", "sqrt", "expected sqrt_head_dim, sqrt_model_dim or a decimal"),
@@ -86,6 +86,29 @@ def test_every_violation_at_once():
 )
 def test_rule(name, text, words):
     assert any(words in message for message in messages((name, text)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "nearest"),
+    [
+        ({"mesh.fsdp": 3}, "mesh.fsdp 2, 4 or train.global_batch 126, 129"),
+        ({"mesh.fsdp": 48, "mesh.data": 4}, "mesh.fsdp 32 or train.global_batch 96, 144"),
+        (
+            {"mesh.fsdp": 16, "mesh.data": 16},
+            "mesh.data times mesh.fsdp 128 or train.global_batch 256",
+        ),
+        ({"mesh.data": 3, "train.microbatch": 16}, "mesh.data 2, 4"),
+        ({"mesh.data": 8, "train.microbatch": 4}, "mesh.data 4 or train.microbatch 8"),
+        ({"mesh.tensor": 8, "model.mlp.dim": 64}, "mesh.tensor 4 or model.attention.heads 8"),
+        ({"mesh.tensor": 4, "model.mlp.dim": 66}, "mesh.tensor 2 or model.mlp.dim 64, 68"),
+        ({"mesh.context": 3}, "mesh.context 2, 4 or data.context 2046, 2052"),
+        ({"mesh.context": 2, "data.context": 63}, "mesh.context 1 or data.context 60, 64"),
+        ({"mesh.context": 4, "data.context": 4}, "mesh.context 2 or data.context 8"),
+    ],
+)
+def test_nearest_sizes_of_a_mesh(fields, nearest):
+    (message,) = messages(*((name, str(value)) for name, value in fields.items()))
+    assert message.partition("; nearest: ")[2] == nearest
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`cem export` and `cem import`: there and back bit for bit, and what is refused."""
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tiny_run import (
 )
 
 from cem_jax import evaluate, export, generate, importer
+from cem_jax.cli import main
 from cem_jax.config import Config
 from cem_jax.errors import UserError
 from cem_jax.model import pure
@@ -137,8 +139,39 @@ def test_an_output_that_holds_something_is_left_alone(exported, tmp_path):
     with pytest.raises(UserError, match="exists and is not an empty directory"):
         back(exported, tmp_path / "run")
     assert files_of(exported) == before
-    (tmp_path / "empty").mkdir()
-    assert output(tmp_path / "run", tmp_path / "empty")["step"] == 7
+
+
+def test_an_empty_directory_is_filled_where_it_is(exported, tmp_path, monkeypatch):
+    wanted = files_of(exported)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        if name == "first":
+            Path(".cem.partial").mkdir()  # of an export that was killed
+            assert output(tmp_path / "run", Path("."))["step"] == 7
+        else:
+            assert back(exported, Path("."))["step"] == 7
+            assert Run.open(tmp_path / name).parameters()[1] == 7
+        assert os.path.samefile(".", tmp_path / name)  # as a shell in it would have it
+    assert files_of(tmp_path / "first") == wanted
+    (tmp_path / "third").mkdir()
+    harm = tmp_path / "out" / "model.safetensors"
+    no_list_and_cut(harm)
+    with pytest.raises(UserError):
+        back(exported, tmp_path / "third")
+    assert files_of(tmp_path / "third") == []
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/y", "memory://y", "s3:/x/y"])
+def test_only_local_directories_are_written(url, exported, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = files_of(tmp_path)
+    assert main(["export", "--workdir", "run", "--output", url]) == 2
+    assert main(["import", "--input", "out", "--workdir", url]) == 2
+    assert main(["import", "--input", url, "--workdir", "new"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and all(url in line for line in lines)
+    assert files_of(tmp_path) == before
 
 
 def test_a_place_that_cannot_be_written(exported, tmp_path):
@@ -188,6 +221,30 @@ def no_list_and_cut(path):
     cut(path)
 
 
+def told(metadata):
+    """Another text where `cem export` puts its own metadata."""
+
+    def harm(path):
+        save_file(load_file(path), path, metadata={"cem_jax": metadata})
+        path.with_name("checksums.sha256").unlink()
+
+    return harm
+
+
+def not_finite(path):
+    arrays = load_file(path)
+    arrays["norm"][2] = np.nan
+    arrays["blocks.1.mlp.tied"][:, 3] = -np.inf
+    save_file(arrays, path, metadata={"cem_jax": "{}"})
+    path.with_name("checksums.sha256").unlink()
+
+
+def low_precision(path):
+    header = json.dumps({"norm": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    path.with_name("checksums.sha256").unlink()
+
+
 def other_tokenizer(path):
     model = path.with_name("tokenizer.model")
     model.write_bytes(model.read_bytes() + b"\x1a\x00")
@@ -208,6 +265,20 @@ def other_tokenizer(path):
         (other_format, "was not written by `cem export`"),
         (no_list_and_cut, "no readable safetensors file"),
         (other_tokenizer, "was trained with sha256:"),
+        (
+            told('{"step": "abc"}'),
+            "its step must be a whole number from 0 to 2,147,483,647",
+        ),
+        (told('{"step": null}'), "not null"),
+        (told('{"step": -5}'), "not -5"),
+        (told('{"step": true}'), "not true"),
+        (told('{"step": 1e400}'), "not Infinity"),
+        (told('{"step": 2147483648}'), "not 2147483648"),
+        (told('{"tokenizer_hash": 5}'), "was trained with 5"),
+        (told("[" * 100_000), "no readable safetensors file"),
+        (not_finite, "norm: 1 of 8"),
+        (not_finite, "blocks.1.mlp.tied: 12 of "),
+        (low_precision, "model.safetensors"),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_written(harm, words, exported, tmp_path):

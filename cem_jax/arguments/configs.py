@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from cem_jax.arguments.common import COUNT, INDEX, add_workdir, text, value
+from cem_jax.arguments.common import COUNT, INDEX, add_workdir, place, text, value
 
 
 def add(commands: Any) -> None:
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
             add_workdir(command)
             command.add_argument(
                 "--init-from",
-                type=text,
+                type=place,
                 metavar="RUN",
                 help="begin with the parameters of this run's newest checkpoint, by name",
             )

@@ -4,14 +4,14 @@ import argparse
 import os
 from typing import Annotated, Any
 
-from cem_jax.arguments.common import COUNT, text, value
+from cem_jax.arguments.common import COUNT, local_path, text, value
 from cem_jax.overrides import Range
 
 
 def add(commands: Any) -> None:
     tokenizer = commands.add_parser("tokenizer", help="train a SentencePiece tokenizer")
     _add_inputs(tokenizer, required=True)
-    tokenizer.add_argument("--output", type=text, required=True, metavar="FILE")
+    tokenizer.add_argument("--output", type=local_path, required=True, metavar="FILE")
     tokenizer.add_argument(
         "--vocab-size", type=value(Annotated[int, Range(low=2)]), required=True, metavar="N"
     )
@@ -35,10 +35,12 @@ def add(commands: Any) -> None:
         "prepare", help="turn text into a dataset of token shards, or check one"
     )
     _add_inputs(prepare, required=False)
-    prepare.add_argument("--tokenizer", type=text, metavar="FILE", help="a SentencePiece .model")
+    prepare.add_argument(
+        "--tokenizer", type=local_path, metavar="FILE", help="a SentencePiece .model"
+    )
     prepare.add_argument(
         "--output",
-        type=text,
+        type=local_path,
         metavar="DIR",
         help="the dataset; it appears when it is complete, and the same command goes on with one "
         "that was interrupted",
@@ -74,7 +76,9 @@ def add(commands: Any) -> None:
         action="store_true",
         help="report bad files, keep what comes before the fault, and go on",
     )
-    prepare.add_argument("--check", type=text, metavar="DIR", help="check an existing dataset")
+    prepare.add_argument(
+        "--check", type=local_path, metavar="DIR", help="check an existing dataset"
+    )
     prepare.set_defaults(problems=_prepare_problems)
 
 

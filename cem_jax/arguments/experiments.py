@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from cem_jax.arguments.common import COUNT, text, value
+from cem_jax.arguments.common import COUNT, local_path, place, text, value
 
 _KERNELS = ("rbf", "matern", "periodic", "rational_quadratic", "non_stationary")
 
@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
     )
     _add_figures(sweep, required=True)
     sweep.add_argument(
-        "--workdir", type=text, required=True, metavar="DIR", help="holds a directory a run"
+        "--workdir", type=place, required=True, metavar="DIR", help="holds a directory a run"
     )
     sweep.add_argument(
         "--seeds",
@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     )
     sweep.add_argument(
         "--results",
-        type=text,
+        type=place,
         metavar="DIR",
         help="also keep a small JSON file a run here; runs whose file is there are skipped",
     )
@@ -46,12 +46,12 @@ def add(commands: Any) -> None:
     )
     report.add_argument(
         "--workdir",
-        type=text,
+        type=place,
         required=True,
         metavar="DIR",
         help="a sweep's directory, or one of the files that `cem sweep --results` kept",
     )
-    report.add_argument("--output", type=text, metavar="DIR", help="default: WORKDIR/report")
+    report.add_argument("--output", type=local_path, metavar="DIR", help="default: WORKDIR/report")
     _add_figures(report, required=False)
 
 
@@ -93,7 +93,11 @@ def _add_synthetic(commands: Any) -> None:
         "--points", type=value(COUNT), default=20_000, metavar="N", help="to train on (20000)"
     )
     synthetic.add_argument(
-        "--workdir", type=text, default="runs/table3", metavar="DIR", help="default: %(default)s"
+        "--workdir",
+        type=local_path,
+        default="runs/table3",
+        metavar="DIR",
+        help="default: %(default)s",
     )
     synthetic.add_argument(
         "--dry-run", action="store_true", help="show parameters and FLOPs of the models, and stop"

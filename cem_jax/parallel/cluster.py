@@ -123,23 +123,22 @@ def _slurm(environ) -> Cluster | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: `gpu[003-007,9],login` gives `gpu003`."""
-    prefix, bracket, rest = nodes.partition("[")
-    if not bracket or "," in prefix:
-        return nodes.partition(",")[0]
-    return prefix + re.split(r"[-,\]]", rest, maxsplit=1)[0] + _suffix(rest)
+    """The first name of a SLURM node list: `gpu[003-007,9],login` gives `gpu003`.
 
-
-def _suffix(rest: str) -> str:
-    """What follows the closing bracket within the first name: rare, but legal."""
-    return rest.partition("]")[2].partition(",")[0]
+    Of several brackets in a name each gives its first: `rack[1-2]node[3-4]` gives `rack1node3`.
+    """
+    whole = re.match(r"(\[[^]]*\]|[^,[])*", nodes)[0]  # up to a comma outside of brackets
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", whole)
 
 
 def _slurm_devices(environ) -> tuple[int, ...] | None:
     """This task's share of its node's GPUs, where it sees those of all tasks."""
     tasks = _tasks_here(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = len(visible.split(",")) if visible else _number("SLURM_GPUS_ON_NODE", environ) or 0
+    if visible is None:
+        gpus = _number("SLURM_GPUS_ON_NODE", environ) or 0
+    else:
+        gpus = len(visible.split(",")) if visible else 0
     if tasks == 1 or gpus < 2:  # all are this task's, or SLURM gave it its own
         return None
     if gpus % tasks:

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -59,15 +59,18 @@ class _Tpu(NamedTuple):
     longest: int  # side
     chips: int  # at most
     capacity: Capacity
-    options: dict[str, str]
+    options: dict[str, Any]
 
 
+_UNKNOWN = Capacity(None, None, None)
 # Memory: what libtpu says it lets a program use, when asked for more. Bandwidth and links:
 # docs.cloud.google.com/tpu/docs, the page of each version. A ring runs along one dimension of the
 # torus and uses both its directions: the chip's links, one way, over 2 or 3 dimensions. A device is
 # a chip, but for TPU7x, where it is one of two cores. Between slices: a chip's share of the pod's
 # data-center network, where the page gives it.
 _TPUS = {
+    "v2": _Tpu(2, 16, 256, _UNKNOWN, {}),
+    "v3": _Tpu(2, 32, 1024, _UNKNOWN, {}),
     "v4": _Tpu(3, 16, 4096, Capacity(30.75 * GIB, 1200e9, 100e9), {"chip_config_name": "megacore"}),
     "v5e": _Tpu(2, 16, 256, Capacity(15.75 * GIB, 819e9, 100e9, 3.125e9), {}),
     "v5p": _Tpu(3, 28, 8960, Capacity(95.73 * GIB, 2765e9, 200e9), {}),
@@ -122,12 +125,16 @@ def open_topology(name: str) -> Topology:
     Raises UserError: there is no such topology, or its compiler is not installed.
     """
     kind, _, size = name.partition(":")
-    if kind == "cpu":
-        return _cpu(name, _count(name, size))
-    if kind in _GPUS:
-        return _gpu(name, kind, _count(name, size))
-    slices, _, kind = kind.rpartition("*")
-    return _tpu(name, kind, size, slices)
+    slices, several, kind = kind.rpartition("*")
+    if kind in _TPUS:
+        count = _count(name, slices, "of slices before the *") if several else 1
+        return _tpu(name, kind, size, count)
+    if kind != "cpu" and kind not in _GPUS:
+        raise _wrong(name, f"no such device as {kind!r}" if kind else "no such topology")
+    if several:
+        raise _wrong(name, f"slices are of TPUs; write {kind}: and the number of all devices")
+    count = _count(name, size)
+    return _cpu(name, count) if kind == "cpu" else _gpu(name, kind, count)
 
 
 def _wrong(name: str, why: str) -> UserError:
@@ -157,13 +164,9 @@ def _compute_on_cpu(devices: int = 1) -> None:
         pass
 
 
-def _tpu(name: str, kind: str, size: str, slices: str) -> Topology:
-    known = _TPUS.get(kind)
-    if known:
-        _check_shape(name, kind, size, known)
-    elif not re.fullmatch(r"[\w ]+:\d+(x\d+)*", f"{kind}:{size}"):
-        raise _wrong(name, "no such topology")
-    count = _count(name, slices, "of slices before the *") if "*" in name else 1
+def _tpu(name: str, kind: str, size: str, slices: int) -> Topology:
+    known = _TPUS[kind]
+    _check_shape(name, kind, size, known)
     library = os.environ.get("TPU_LIBRARY_PATH")
     if library and not Path(library).exists():
         raise UserError(f"TPU_LIBRARY_PATH: there is no {library}")
@@ -175,15 +178,13 @@ def _tpu(name: str, kind: str, size: str, slices: str) -> Topology:
     for variable, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     _compute_on_cpu()
-    options = dict(known.options) if known else {}
-    if count > 1:
-        options["num_slices"] = count
+    options = known.options | ({"num_slices": slices} if slices > 1 else {})
     try:
         found = topologies.get_topology_desc(f"{kind}:{size}", platform="tpu", **options).devices
     except Exception as error:  # libtpu's own, of several types
         said = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise _wrong(name, said) from None
-    return Topology(name, "tpu", found, known.capacity if known else Capacity(None, None, None))
+    return Topology(name, "tpu", found, known.capacity)
 
 
 def _check_shape(name: str, kind: str, size: str, known: _Tpu) -> None:

@@ -51,6 +51,10 @@ def found(environ):
         (SLURM | {"SLURM_GPUS_ON_NODE": "8"}, ("gpu003:62055", 8, 5, (2, 3))),
         (SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, ("gpu003:62055", 8, 5, (1,))),
         (SLURM | {"CUDA_VISIBLE_DEVICES": "3"}, ("gpu003:62055", 8, 5, None)),
+        (
+            SLURM | {"CUDA_VISIBLE_DEVICES": "", "SLURM_GPUS_ON_NODE": "8"},
+            ("gpu003:62055", 8, 5, None),
+        ),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),
         (
             SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x8)", "SLURM_GPUS_ON_NODE": "8"},
@@ -98,7 +102,10 @@ def test_flags_win():
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [("n1", "n1"), ("n1,n2", "n1"), ("gpu[003-007,9],x", "gpu003"), ("a,b[1-2]", "a"),
-     ("r[1,3]n", "r1n"), ("", "")],
+     ("r[1,3]n", "r1n"), ("", ""), ("rack[1-2]node[3-4]", "rack1node3"),
+     ("rack[01,3]node[08-10,12]-ib,x[1-2]", "rack01node08-ib"), ("a[2]b[3-4,7]c[1]", "a2b3c1"),
+     ("gpu-a[007]", "gpu-a007"), ("n1.example.org,n[2-3].example.org", "n1.example.org"),
+     ("n[2-3].example.org", "n2.example.org"), ("r[1-2]", "r1"), ("[10-12]", "10")],
 )  # fmt: skip
 def test_first_host_of_a_slurm_node_list(nodes, first):
     assert first_host(nodes) == first

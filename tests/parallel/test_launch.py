@@ -1,10 +1,14 @@
 """The launchers' scripts and manifests."""
 
+import contextlib
 import os
+import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -64,43 +68,133 @@ def test_local_ends_with_the_status_of_what_failed(tmp_path):
     assert local(tmp_path, "true", "2", "--x").returncode == 0
 
 
-def test_local_passes_signals_on(tmp_path):
-    text = 'trap "exit 143" TERM; echo up; while :; do sleep 0.05; done'
-    cem = command(tmp_path, "cem", text)
+def test_local_takes_no_gpus_where_none_are_visible(tmp_path):
+    command(tmp_path, "nvidia-smi", "printf '0\\n1\\n'")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for visible in ("", "-1"):
+        done = local(tmp_path, 'echo "<$CUDA_VISIBLE_DEVICES>"', "2", "--x",
+                     PATH=path, CUDA_VISIBLE_DEVICES=visible)  # fmt: skip
+        assert done.stdout.splitlines() == [f"<{visible}>"] * 2, done.stderr
+
+
+UNTIL_TERM = 'trap "exit 143" TERM; echo up; while :; do sleep 0.05; done'
+
+
+@contextlib.contextmanager
+def started(arguments, **variables):
+    """A launcher in a session of its own, to be given signals."""
     with subprocess.Popen(
-        [str(LAUNCH / "local.sh"), "2", "--x"],
-        env={**os.environ, "CEM": str(cem), "JAX_PLATFORMS": "cpu"},
+        [str(argument) for argument in arguments],
+        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     ) as running:
+        try:
+            yield running
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing is left, if all is well
+                os.killpg(running.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("processes", [2, 64])
+def test_local_passes_signals_on(processes, tmp_path):
+    """Also amid the start of many."""
+    cem = command(tmp_path, "cem", UNTIL_TERM)
+    arguments = [LAUNCH / "local.sh", processes, "--x"]
+    with started(arguments, CEM=cem, JAX_PLATFORMS="cpu") as running:
         assert [running.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
         running.terminate()
-        assert running.wait(30) == 143
+        running.communicate(timeout=60)  # its end is that of all who could write there
+        assert running.returncode == 143
 
 
-def test_tpu_vm_runs_the_command_on_all_workers(tmp_path):
-    """With a gcloud that runs here what it should run there."""
-    recorded = tmp_path / "arguments"
+def ending(statuses, tries):
+    """A cem whose tries end with these, one after the other; they are counted in a file."""
+    all_ = " ".join(map(str, statuses))
+    return f"echo >> {tries}; all=({all_}); exit ${{all[$(wc -l < {tries}) - 1]}}"
+
+
+def test_the_loop_of_the_readme_ends_when_it_should(tmp_path):
+    (loop,) = re.findall(r"^    (until .*)$", (LAUNCH / "README.md").read_text(), re.MULTILINE)
+    command(tmp_path, "sleep", "true")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for last in (0, 2, 130, 143):
+        statuses = [1, 134, 137, 139, last]
+        command(tmp_path, "cem", ending(statuses, tmp_path / f"{last}"))
+        subprocess.run(["bash", "-c", loop], env={**os.environ, "PATH": path}, timeout=60)
+        assert (tmp_path / f"{last}").read_text() == "\n" * len(statuses)
+
+
+@pytest.fixture
+def pod(tmp_path):
+    """A gcloud that runs here what it should run there: `pod(text)` makes cem of that text."""
     home = tmp_path / "home"
-    cem = home / "cem jax" / ".venv" / "bin"
-    cem.mkdir(parents=True)
-    command(cem, "cem", f'printf "%s\\n" "$@" >> {recorded}; exit 2')
+    folder = home / "cem jax" / ".venv" / "bin"
+    folder.mkdir(parents=True)
     command(
-        tmp_path, "gcloud", f'echo "$*" > {tmp_path}/gcloud-arguments; exec bash -c "${{@: -1:1}}"'
+        tmp_path,
+        "gcloud",
+        f'echo "$*" >> {tmp_path}/gcloud-arguments; last=${{@: -1}}\n'
+        'cd ~; exec bash -c "${last#--command=}"',
     )
-    # The stand-in gets --command=TEXT as its last argument.
-    text = (tmp_path / "gcloud").read_text().replace("${@: -1:1}", "${last#--command=}")
-    (tmp_path / "gcloud").write_text(text.replace("exec bash", "last=${@: -1}; cd ~; exec bash"))
-    done = subprocess.run(
-        [str(LAUNCH / "tpu-vm.sh"), "pod", "zone-a", "--config", "a b.py", "--workdir", "it's"],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(home),
-             "TPU_DIRECTORY": "cem jax"},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert recorded.read_text().splitlines() == ["train", "--config", "a b.py", "--workdir", "it's"]
+
+    def start(text, *arguments):
+        command(folder, "cem", text)
+        script = [LAUNCH / "tpu-vm.sh", "pod", "zone-a", *arguments]
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        return started(script, PATH=path, HOME=home, TPU_DIRECTORY="cem jax")
+
+    return start
+
+
+def test_tpu_vm_runs_the_command_on_all_workers(pod, tmp_path):
+    with pod('printf "%s\n" "$@"; exit 2', "--config", "a b.py", "--workdir", "it's") as running:
+        out, _ = running.communicate(timeout=60)
+    assert running.returncode == 2
+    assert out.splitlines() == ["train", "--config", "a b.py", "--workdir", "it's"]
     told = (tmp_path / "gcloud-arguments").read_text()
     assert told.startswith("compute tpus tpu-vm ssh pod --zone=zone-a --worker=all --command=")
+
+
+def test_tpu_vm_tries_again_unless_finished_or_the_input_is_wrong(pod, tmp_path):
+    command(tmp_path, "sleep", "true")  # between two tries
+    statuses = [1, 134, 137, 139, 143, 2]
+    with pod(ending(statuses, "~/tries"), "--x") as running:
+        assert running.wait(60) == 2
+    assert (tmp_path / "home" / "tries").read_text() == "\n" * len(statuses)
+
+
+def twice(running, number):
+    """A signal to the launcher twice: TERM as `kill` sends it, INT to all as Ctrl-C does."""
+    for _ in range(2):
+        if number == signal.SIGINT:
+            os.killpg(running.pid, number)
+        else:
+            running.send_signal(number)
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_tpu_vm_waits_for_the_checkpoint(number, pod, tmp_path):
+    text = 'trap "sleep 2; echo saved; exit 143" TERM; echo up; while :; do sleep 0.05; done'
+    with pod(text, "--x") as running:
+        assert running.stdout.readline() == "up\n"
+        twice(running, number)
+        assert running.wait(60) == 143
+        assert running.stdout.read() == "saved\n"
+    assert not list((tmp_path / "home").glob(".cem_train*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_tpu_vm_starts_no_other_try_after_a_signal_between_two(number, pod, tmp_path):
+    with pod("echo up; exit 1", "--x") as running:
+        assert running.stdout.readline() == "up\n"
+        time.sleep(0.5)
+        twice(running, number)
+        assert running.wait(60) == 143
+        assert running.stdout.read() == ""
+    assert not list((tmp_path / "home").glob(".cem_train*.pid"))
 
 
 def test_slurm_is_requeued_for_what_may_pass_only(tmp_path):
@@ -112,7 +206,7 @@ def test_slurm_is_requeued_for_what_may_pass_only(tmp_path):
 
     def run(status, **variables):
         calls.write_text("")
-        command(tmp_path, "srun", f'echo "srun $*" >> {calls}; exit {status}')
+        command(tmp_path, "srun", f'echo "$SRUN_CPUS_PER_TASK srun $*" >> {calls}; exit {status}')
         done = subprocess.run(
             ["bash", str(script)],
             env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "9",
@@ -125,6 +219,8 @@ def test_slurm_is_requeued_for_what_may_pass_only(tmp_path):
     assert run(143)[1:] == run(1)[1:] == ["scontrol requeue 9"]
     assert run(0)[1:] == run(2)[1:] == run(1, SLURM_RESTART_COUNT="50")[1:] == []
     assert run(0)[0].endswith("--workdir /path/to/runs/cem_162m")
+    assert run(0)[0].startswith(" srun")
+    assert run(0, SLURM_CPUS_PER_TASK="32")[0].startswith("32 srun")  # srun asks for them again
     array = run(0, SLURM_ARRAY_TASK_ID="3")[0]
     assert array.endswith("--config.seed=3 --workdir /path/to/runs/cem_162m/seed-3")
 

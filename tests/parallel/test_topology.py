@@ -14,6 +14,7 @@ def nothing_installed(monkeypatch):
     monkeypatch.setattr(topology, "_installed", lambda module: False)
 
 
+@pytest.mark.parametrize("libtpu", [True, False])
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -24,7 +25,16 @@ def nothing_installed(monkeypatch):
         ("v5e:4x4x4", "v5e has 2 dimensions, not 3"),
         ("v5p:4x4", "v5p has 3 dimensions, not 2"),
         ("v5e:64x64", "at most 256 chips and 16 along a side"),
-        ("v9 4x4", "no such topology"),
+        ("v9 4x4", "no such device as 'v9 4x4'"),
+        ("v99:4x4", "no such device as 'v99'"),
+        ("V5E:4x4", "no such device as 'V5E'"),
+        ("2*v99:4x4", "no such device as 'v99'"),
+        ("v2:0x2", "expected v2:AxB"),
+        ("v3:4x4x4", "v3 has 2 dimensions, not 3"),
+        ("4*cpu:8", "slices are of TPUs; write cpu: and the number of all devices"),
+        ("2*H100:8", "slices are of TPUs; write H100: and the number of all devices"),
+        ("h100:8", "no such device as 'h100'"),
+        ("1*2*v5e:4x4", "expected a number of slices before the *"),
         ("0*v5e:4x4", "expected a number of slices before the *"),
         ("*v5e:4x4", "expected a number of slices before the *"),
         ("2*v5e:4", "v5e has 2 dimensions, not 1"),
@@ -34,7 +44,10 @@ def nothing_installed(monkeypatch):
         ("cpu:many", "expected a number of devices"),
     ],
 )
-def test_wrong_names(name, words, nothing_installed):
+def test_wrong_names(name, words, libtpu, nothing_installed, monkeypatch, tmp_path):
+    if libtpu:  # it must not come to be loaded
+        (tmp_path / "libtpu.so").touch()
+        monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     with pytest.raises(UserError) as caught:
         topology.open_topology(name)
     (message,) = caught.value.messages
