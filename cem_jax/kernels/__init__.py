@@ -10,6 +10,7 @@ Attention is the derivative of a log-partition function. With
 This package knows nothing of the rest of the project.
 """
 
+import operator
 from functools import partial
 
 import jax
@@ -26,7 +27,7 @@ from cem_jax.kernels.attention import (
     target_platform,
 )
 from cem_jax.kernels.cached import attend_cached
-from cem_jax.kernels.inputs import Inputs, Plan, number, validated
+from cem_jax.kernels.inputs import CONTEXTS, Inputs, Plan, number, validated
 from cem_jax.kernels.linear import project, readout, weight_gradient
 from cem_jax.kernels.partition import lay_out, split_in_use, whole_rows
 
@@ -102,6 +103,8 @@ def attend(
     [*B J K D]. o and a are float32, or float64 for float64 inputs.
     """
     inputs = validated(q, k, g, h, slopes, self_bias, segments, v)
+    if context not in CONTEXTS:
+        raise ValueError(f"context must be one of {', '.join(CONTEXTS)}; got {context!r}")
     if context != "none" and h is None:
         raise ValueError(f"context={context!r} averages h, which is not given")
     plan = _plan(tau, context, implementation, block_sizes, interpret)
@@ -115,10 +118,19 @@ def _plan(tau, context, implementation, block_sizes, interpret) -> Plan:
         )
     if interpret and implementation != "pallas":
         raise ValueError(f"interpret is for 'pallas'; implementation={implementation!r} is XLA")
-    blocks = None if block_sizes is None else tuple(int(size) for size in block_sizes)
-    if blocks is not None and (len(blocks) != 2 or min(blocks) < 1):
-        raise ValueError(f"block_sizes must be two positive numbers; got {block_sizes}")
-    return Plan(number(tau), context, blocks, interpret)
+    return Plan(number(tau), context, _blocks(block_sizes), interpret)
+
+
+def _blocks(sizes) -> tuple[int, int] | None:
+    if sizes is None:
+        return None
+    try:
+        queries, keys = map(operator.index, sizes)
+    except (TypeError, ValueError):
+        queries = keys = 0
+    if min(queries, keys) < 1:
+        raise ValueError(f"block_sizes must be two positive whole numbers; got {sizes!r}")
+    return queries, keys
 
 
 def _log_partition(inputs: Inputs, tau, implementation, block_sizes, interpret, head_sum):

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class Unavailable(ValueError):
-    """The fused kernel was demanded where it cannot run; the message says why."""
+    """It was demanded and cannot run, or `mesh.context` cannot split the call; why is said."""
 
 
 def attend(implementation: str, inputs: Inputs, plan: Plan):

@@ -3,11 +3,12 @@
 Shapes: B batch · N new positions · C cache length · K heads · R head dim · D model dim.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels.inputs import accumulator
+from cem_jax.kernels.inputs import CONTEXTS, accumulator
 
 
 def attend_cached(
@@ -25,8 +26,14 @@ def attend_cached(
 ) -> tuple[Array, Array | None]:
     """(o, a) of `kernels.attend` for queries at positions start … start+N−1 of the cache.
 
-    Whatever stands in the cache after a query's own position is not seen.
+    Whatever stands in the cache after a query's own position is not seen. Raises ValueError where
+    these positions are not all in the cache, unless `start` is traced: then the caller sees to it.
     """
+    new, length = q.shape[1], k.shape[1]
+    if not isinstance(start, jax.core.Tracer) and not 0 <= int(start) <= length - new:
+        raise ValueError(f"{new} positions from {start} on do not fit a cache of {length}")
+    if context not in CONTEXTS:
+        raise ValueError(f"context must be one of {', '.join(CONTEXTS)}; got {context!r}")
     dtype = accumulator(q.dtype)
     product = dict(preferred_element_type=dtype)
     s_BKNC = jnp.einsum("bnkr,bckr->bknc", q, k, **product)

@@ -45,15 +45,39 @@ class Product(NamedTuple):
     interpret: bool
 
 
-def pair_scores(a_BJD, b_BJD, scale: float, dtype, how: Product):
-    """scale·a_i·b_j, clipped to what `dtype` holds. [B, P, P]."""
+def common_score(a_BJD, b_BJD, scale: float):
+    """scale·a_i·b̄, b̄ the mean of b before the square of i, or b_0 in the first square. [B, J].
+
+    What a row's scores have in common: beside it, little is left for a short type to hold. What
+    comes after a position takes no part in it.
+    """
+    side, positions = square(a_BJD.shape[1]), a_BJD.shape[1]
+    squares = pl.cdiv(positions, side)
+    missing = ((0, 0), (0, squares * side - positions), (0, 0))
+    cut = lambda x: jnp.pad(x.astype(jnp.float32), missing).reshape(
+        x.shape[0], squares, side, x.shape[-1]
+    )
+    b_BXSD = cut(b_BJD)
+    before_BXD = jnp.cumsum(b_BXSD.sum(2), 1)[:, :-1]
+    before_BXD /= (side * jnp.arange(1, squares, dtype=jnp.float32))[None, :, None]
+    mean_BXD = jnp.concatenate([b_BXSD[:, :1, 0], before_BXD], 1)
+    common_BXS = jnp.einsum("bxsd,bxd->bxs", cut(a_BJD), mean_BXD, precision="highest")
+    return scale * common_BXS.reshape(a_BJD.shape[0], -1)[:, :positions]
+
+
+def pair_scores(a_BJD, b_BJD, scale: float, dtype, how: Product, offset_BJ=None):
+    """scale·a_i·b_j, less what is said of row i, clipped to what `dtype` holds. [B, P, P]."""
     batch, positions, dim = a_BJD.shape
     side, padded = square(positions), padded_positions(positions)
+    offsets = ()
+    if offset_BJ is not None:
+        offsets = (jnp.pad(offset_BJ, ((0, 0), (0, padded - positions))),)
     whole = pl.BlockSpec(
         (None, padded, pl.cdiv(dim, how.chunk) * how.chunk), lambda y, x, b: (b, 0, 0)
     )
 
-    def cem_pair_scores(a_ref, b_ref, out_ref):
+    def cem_pair_scores(a_ref, b_ref, *refs):
+        *offset_refs, out_ref = refs
         x, y = pl.program_id(1), pl.program_id(0)
 
         @pl.when(y <= x)
@@ -68,17 +92,19 @@ def pair_scores(a_BJD, b_BJD, scale: float, dtype, how: Product):
             sum_SS = scale * lax.fori_loop(
                 jnp.int32(0), jnp.int32(pl.cdiv(dim, how.chunk)), visit, start
             )
+            for ref in offset_refs:
+                sum_SS -= ref[...][:, None]
             largest = float(jnp.finfo(dtype).max)
             out_ref[...] = jnp.clip(sum_SS, -largest, largest).astype(dtype)
 
     return _call(
         cem_pair_scores,
         (padded // side, padded // side, batch),
-        (whole, whole),
+        (whole, whole, *[pl.BlockSpec((None, side), lambda y, x, b: (b, x))] * len(offsets)),
         pl.BlockSpec((None, side, side), lambda y, x, b: (b, x, y)),
         jax.ShapeDtypeStruct((batch, padded, padded), dtype),
         how,
-    )(a_BJD, b_BJD)
+    )(a_BJD, b_BJD, *offsets)
 
 
 def weighted_sums(pairs, dtype, how: Product, *, over_queries: bool):

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+CONTEXTS = ("none", "summed", "per_head")  # whether a = Σ_j p h_j is wanted, over heads
+
 
 class Inputs(NamedTuple):
     """Arrays of one call. B leading axes · J positions · K heads · R head dim · D model dim."""
@@ -28,7 +30,7 @@ class Plan(NamedTuple):
     """What is static in a call, the same for every implementation."""
 
     tau: float
-    context: str = "none"  # none | summed | per_head: whether a = Σ_j p h_j is wanted, over heads
+    context: str = "none"  # of CONTEXTS
     blocks: tuple[int, int] | None = None  # positions of a query and a key block; None: chosen
     interpret: Any = None  # for Pallas: True, or the parameters of its interpreter
 
@@ -38,10 +40,10 @@ def accumulator(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def number(tau):
-    """`tau` as a Python float, which no array is promoted by; a traced one as it is."""
+def number(tau) -> float:
+    """`tau` as a Python float, which no array is promoted by."""
     if isinstance(tau, jax.core.Tracer):
-        return tau
+        raise ValueError("tau is a number of the program, not traced: a static argument of its jit")
     if not float(tau) > 0:
         raise ValueError(f"tau must be positive; got {tau}")
     return float(tau)
@@ -56,6 +58,8 @@ def validated(q, k, g=None, h=None, slopes=None, self_bias=None, segments=None, 
         raise ValueError(f"q and k must both be [..., J, K, R]; got {q.shape} and {k.shape}")
     if v is not None and v.shape != k.shape:
         raise ValueError(f"v must be [..., J, K, R] like k {k.shape}; got {v.shape}")
+    if not q.size:
+        raise ValueError(f"q and k are empty: {q.shape}")
     *leading, positions, heads, _ = q.shape
     if (g is None) != (h is None):
         raise ValueError("g and h belong together: give both or neither")
@@ -75,6 +79,8 @@ def validated(q, k, g=None, h=None, slopes=None, self_bias=None, segments=None, 
             raise ValueError(f"{name} must be [K] = [{heads}]; got {value.shape}")
     if segments is not None and segments.shape != (*leading, positions):
         raise ValueError(f"segments must be [..., J] beside q {q.shape}; got {segments.shape}")
+    if segments is not None and not jnp.issubdtype(segments.dtype, jnp.integer):
+        raise ValueError(f"segments must be integers; got {segments.dtype}")
     dtype = jnp.result_type(*(x for x in (q, k, v, g, h) if x is not None))
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"q, k, g, h must be floating; got {dtype}")

@@ -20,6 +20,7 @@ from cem_jax.kernels.tpu_plan import (
     Sizes,
     padded_bytes,
     sizes_of,
+    spilled,
     vmem_capacity,
 )
 from cem_jax.kernels.tpu_rows import tables_of
@@ -80,4 +81,4 @@ def needed(module, sizes: Sizes) -> int:
     names = [name for part in module.arrays(sizes) for name in part]
     blocks = sum(module.operand(name, sizes).vmem(sizes) for name in names)
     kept = sum(padded_bytes(*x) for x in module.scratch(sizes).values())
-    return blocks + kept + RESERVED_VMEM
+    return blocks + kept + spilled(sizes) + RESERVED_VMEM

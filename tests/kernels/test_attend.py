@@ -113,3 +113,12 @@ def test_refusals():
         attend(q, q, tau=TAU, context="summed")
     with pytest.raises(ValueError, match="v must be"):
         attend(q, q, tau=TAU, v=q[..., :1])
+    for context in ("sum", None):
+        with pytest.raises(ValueError, match="none, summed, per_head"):
+            attend(q, q, q, q[:, 0], tau=TAU, context=context)
+    q = q[None]
+    with pytest.raises(ValueError, match="none, summed, per_head"):
+        attend_cached(q, q, start=0, tau=TAU, context="sum")
+    for start in (-1, 1):
+        with pytest.raises(ValueError, match="cache of 3"):
+            attend_cached(q, q, start=start, tau=TAU)

@@ -298,9 +298,20 @@ def shapes(*, q=(2, 5, 3, 4), k=(2, 5, 3, 4), **others):
         ({**shapes(), "tau": float("nan")}, ["tau", "nan"]),
         ({**shapes(), "block_sizes": (0, 4)}, ["block_sizes", "(0, 4)"]),
         ({**shapes(), "block_sizes": (4,)}, ["block_sizes", "(4,)"]),
+        ({**shapes(), "block_sizes": 64}, ["block_sizes", "64"]),
+        ({**shapes(), "block_sizes": "64"}, ["block_sizes", "'64'"]),
+        ({**shapes(), "block_sizes": (64.7, 64)}, ["block_sizes", "64.7"]),
+        ({**shapes(), "segments": np.zeros((2, 5), np.float32)}, ["segments", "float32"]),
+        ({n: x[:0] for n, x in shapes().items()}, ["empty", "(0, "]),
     ],
 )
 def test_what_does_not_fit_is_named(inputs, words):
     with pytest.raises(ValueError) as error:
         log_partition(**{"tau": 1.0, "implementation": "blockwise", **inputs})
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_traced_tau_is_refused():
+    q = np.ones((3, 2, 4), np.float32)
+    with pytest.raises(ValueError, match="static"):
+        jax.jit(lambda tau: log_partition(q, q, tau=tau))(2.0)
