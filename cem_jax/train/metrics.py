@@ -19,7 +19,7 @@ from etils import epath
 
 from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
-from cem_jax.train.places import place, write_whole
+from cem_jax.train.places import place, write_whole, writing
 
 FILE_NAME = "metrics.jsonl"
 KINDS = ("train", "eval", "energies", "event")
@@ -35,18 +35,19 @@ class MetricsWriter:
         0: a run from the start, nothing is kept.
 
     Raises:
-      UserError: the existing `metrics.jsonl` holds a line that is no metrics line.
+      UserError: the existing `metrics.jsonl` holds a line that is no metrics line, or may not be
+        written.
+      RunFailed: it cannot be written, now or later.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool, resume_step: int):
         folder = place(workdir)
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
+        with writing(self.path):
+            folder.mkdir(parents=True, exist_ok=True)
         kept = _rewind(self.path, resume_step)
-        if is_url(self.path):
-            self._file = _Rewritten(self.path, kept)
-        else:
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (held until close)
+        with writing(self.path):
+            self._file = _Rewritten(self.path, kept) if is_url(self.path) else _Appended(self.path)
         self._board = _open_board(folder / "tensorboard", resume_step) if tensorboard else None
 
     def __enter__(self) -> "MetricsWriter":
@@ -66,8 +67,8 @@ class MetricsWriter:
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
         line = {"step": int(step), "kind": kind} | {k: _plain(v) for k, v in values.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
         if self._board is not None:
             group = f"{kind}/{line['split']}" if "split" in line else kind
             for name, value in _scalars(line):
@@ -78,15 +79,13 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Returns when what was written is kept, come what may; to be called before a save."""
-        self._file.flush()
-        if isinstance(self._file, _Rewritten):
-            self._file.upload()
-        else:
-            os.fsync(self._file.fileno())
+        with writing(self.path):
+            self._file.sync()
 
     def close(self) -> None:
         """Close the files; more than once does no harm."""
-        self._file.close()
+        with writing(self.path):
+            self._file.close()
         if self._board is not None:
             self._board.close()
             self._board = None
@@ -105,6 +104,24 @@ class SilentMetrics(contextlib.AbstractContextManager):
         """There is nothing to keep."""
 
 
+class _Appended:
+    """A file whose lines are with the operating system as soon as they are written."""
+
+    def __init__(self, path: epath.Path):
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (held until close)
+
+    def write(self, text: str) -> None:
+        content = text.encode()
+        while content:  # a disk that is nearly full takes a part, and says so the next time
+            content = content[self._file.write(content) :]
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class _Rewritten:
     """A text in an object store, which cannot append: written anew, whole, now and then."""
 
@@ -113,14 +130,12 @@ class _Rewritten:
         self._due = 0.0
 
     def write(self, text: str) -> None:
+        """Uploaded if the last time is long enough ago: it should take 1 % of the time at most."""
         self._text += text
-
-    def flush(self) -> None:
-        """Upload if the last time is long enough ago: it should take 1 % of the time at most."""
         if time.monotonic() >= self._due:
-            self.upload()
+            self.sync()
 
-    def upload(self) -> None:
+    def sync(self) -> None:
         if self._text == self._uploaded:
             return
         began = time.monotonic()
@@ -130,7 +145,7 @@ class _Rewritten:
         self._due = now + max(30.0, 100 * (now - began))
 
     def close(self) -> None:
-        self.upload()
+        self.sync()
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -200,4 +215,5 @@ def _plain(value: Any) -> Any:
 def _open_board(folder: epath.Path, resume_step: int) -> Any:
     from tensorboardX import SummaryWriter  # slow to import, and often not wanted
 
-    return SummaryWriter(str(folder), purge_step=resume_step + 1)
+    with writing(folder):
+        return SummaryWriter(str(folder), purge_step=resume_step + 1)
