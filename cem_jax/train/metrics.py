@@ -48,7 +48,8 @@ class MetricsWriter:
         kept = _rewind(self.path, resume_step)
         with writing(self.path):
             self._file = _Rewritten(self.path, kept) if is_url(self.path) else _Appended(self.path)
-        self._board = _open_board(folder / "tensorboard", resume_step) if tensorboard else None
+        self._boards = folder / "tensorboard"
+        self._board = _open_board(self._boards, resume_step) if tensorboard else None
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -75,7 +76,8 @@ class MetricsWriter:
                 if name != "step":
                     self._board.add_scalar(f"{group}/{name}", value, step)
             if kind != "train":
-                self._board.flush()
+                with writing(self._boards):
+                    self._board.flush()
 
     def sync(self) -> None:
         """Returns when what was written is kept, come what may; to be called before a save."""
@@ -86,9 +88,10 @@ class MetricsWriter:
         """Close the files; more than once does no harm."""
         with writing(self.path):
             self._file.close()
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        board, self._board = self._board, None
+        if board is not None:
+            with writing(self._boards):
+                board.close()
 
 
 class SilentMetrics(contextlib.AbstractContextManager):
@@ -216,4 +219,5 @@ def _open_board(folder: epath.Path, resume_step: int) -> Any:
     from tensorboardX import SummaryWriter  # slow to import, and often not wanted
 
     with writing(folder):
-        return SummaryWriter(str(folder), purge_step=resume_step + 1)
+        # A queue without end: a full disk ends its thread, and adding to a full queue waits.
+        return SummaryWriter(str(folder), purge_step=resume_step + 1, max_queue=0)

@@ -18,7 +18,7 @@ from cem_jax.errors import RunFailed, UserError
 from cem_jax.train.integrity import LIST_NAME
 
 # What the user has to put right, rather than what a later try may find gone, as a full disk.
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST}
 _DOOMED = "removed"  # `<name>.removed`: the marker of what is being removed, or its new name
 
 
