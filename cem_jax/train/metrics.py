@@ -10,15 +10,15 @@ import contextlib
 import json
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from etils import epath
 
-from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
+from cem_jax.train.board import Board
+from cem_jax.train.growing import growing
 from cem_jax.train.places import place, write_whole, writing
 
 FILE_NAME = "metrics.jsonl"
@@ -46,10 +46,8 @@ class MetricsWriter:
         with writing(self.path):
             folder.mkdir(parents=True, exist_ok=True)
         kept = _rewind(self.path, resume_step)
-        with writing(self.path):
-            self._file = _Rewritten(self.path, kept) if is_url(self.path) else _Appended(self.path)
-        self._boards = folder / "tensorboard"
-        self._board = _open_board(self._boards, resume_step) if tensorboard else None
+        self._file = growing(self.path, kept)
+        self._board = Board(folder / "tensorboard", resume_step + 1) if tensorboard else None
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -68,30 +66,21 @@ class MetricsWriter:
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
         line = {"step": int(step), "kind": kind} | {k: _plain(v) for k, v in values.items()}
-        with writing(self.path):
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())
         if self._board is not None:
             group = f"{kind}/{line['split']}" if "split" in line else kind
-            for name, value in _scalars(line):
-                if name != "step":
-                    self._board.add_scalar(f"{group}/{name}", value, step)
-            if kind != "train":
-                with writing(self._boards):
-                    self._board.flush()
+            named = {f"{group}/{name}": value for name, value in _scalars(line) if name != "step"}
+            self._board.add(line["step"], named)
 
     def sync(self) -> None:
         """Returns when what was written is kept, come what may; to be called before a save."""
-        with writing(self.path):
-            self._file.sync()
+        self._file.sync()
 
     def close(self) -> None:
         """Close the files; more than once does no harm."""
-        with writing(self.path):
-            self._file.close()
-        board, self._board = self._board, None
-        if board is not None:
-            with writing(self._boards):
-                board.close()
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
 
 
 class SilentMetrics(contextlib.AbstractContextManager):
@@ -105,50 +94,6 @@ class SilentMetrics(contextlib.AbstractContextManager):
 
     def sync(self) -> None:
         """There is nothing to keep."""
-
-
-class _Appended:
-    """A file whose lines are with the operating system as soon as they are written."""
-
-    def __init__(self, path: epath.Path):
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (held until close)
-
-    def write(self, text: str) -> None:
-        content = text.encode()
-        while content:  # a disk that is nearly full takes a part, and says so the next time
-            content = content[self._file.write(content) :]
-
-    def sync(self) -> None:
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class _Rewritten:
-    """A text in an object store, which cannot append: written anew, whole, now and then."""
-
-    def __init__(self, path: epath.Path, text: str):
-        self._path, self._text, self._uploaded = path, text, text
-        self._due = 0.0
-
-    def write(self, text: str) -> None:
-        """Uploaded if the last time is long enough ago: it should take 1 % of the time at most."""
-        self._text += text
-        if time.monotonic() >= self._due:
-            self.sync()
-
-    def sync(self) -> None:
-        if self._text == self._uploaded:
-            return
-        began = time.monotonic()
-        self._path.write_text(self._text)
-        self._uploaded = self._text
-        now = time.monotonic()
-        self._due = now + max(30.0, 100 * (now - began))
-
-    def close(self) -> None:
-        self.sync()
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -179,13 +124,13 @@ def _parse(file: epath.Path, number: int, line: bytes) -> dict[str, Any]:
     raise UserError(f"{file}, line {number}: not a metrics line (an object with step and kind)")
 
 
-def _rewind(path: epath.Path, step: int) -> str:
+def _rewind(path: epath.Path, step: int) -> bytes:
     """Keep the whole lines up to `step`, and return them; all or nothing, even if killed here."""
     if not path.exists():
-        return ""
+        return b""
     lines = [line for line in read_metrics(path) if line["step"] <= step] if step > 0 else []
-    kept = "".join(json.dumps(line) + "\n" for line in lines)
-    write_whole(path, kept.encode())
+    kept = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    write_whole(path, kept)
     return kept
 
 
@@ -213,11 +158,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     raise TypeError(f"a metric must be numbers or text, not {type(value).__name__}")
-
-
-def _open_board(folder: epath.Path, resume_step: int) -> Any:
-    from tensorboardX import SummaryWriter  # slow to import, and often not wanted
-
-    with writing(folder):
-        # A queue without end: a full disk ends its thread, and adding to a full queue waits.
-        return SummaryWriter(str(folder), purge_step=resume_step + 1, max_queue=0)

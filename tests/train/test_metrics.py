@@ -103,7 +103,7 @@ def test_a_full_disk_is_told_by_the_files_name(tmp_path):
         pytest.raises(RunFailed, match=r"metrics\.jsonl: cannot be written: No space left"),
         MetricsWriter(tmp_path, tensorboard=False, resume_step=0) as writer,
     ):
-        writer._file.close()
+        writer._file._file.close()
         writer._file._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 (closed with it)
         writer.write("train", 1, loss=2.0)
 
