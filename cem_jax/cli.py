@@ -10,6 +10,7 @@ import importlib
 import json
 import math
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,8 @@ _WITH_CONFIG = ("train", "verify", "inspect", "compile", "sweep", "report")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
+    if os.getpid() == 1:  # as in a container, where a signal without a handler is ignored
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         args = parse_arguments(sys.argv[1:] if argv is None else argv)
         return _dispatch(args)

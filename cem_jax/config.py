@@ -156,13 +156,16 @@ class TrainConfig:
         """Microbatches whose gradients are summed for one update."""
         return self.global_batch // (self.microbatch or self.global_batch)
 
-    def total_steps(self, tokens_per_step: int) -> int:
-        """Updates of the whole run. Raises UserError when the config does not say how long."""
+    def total_steps(self, tokens_per_step: int, surplus: int = 0) -> int:
+        """Updates of the whole run. Raises UserError when the config does not say how long.
+
+        `surplus`: tokens that were seen beyond those of as many steps as they are now.
+        """
         if self.steps is not None:
             return self.steps
         if self.tokens is None:
             raise UserError("train.steps: set it, or train.tokens; both are None")
-        return max(1, round(self.tokens / tokens_per_step))
+        return max(1, round((self.tokens - surplus) / tokens_per_step))
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,9 @@ class Config:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
         """Check and build. Raises UserError with every violation."""
-        return _checked(dict(values), [])
+        if not isinstance(values, Mapping):
+            raise UserError(f"expected sections of fields, got {values!r}")
+        return _checked(values, [])
 
 
 def load_config(path: str, overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = ()) -> Config:

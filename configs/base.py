@@ -89,7 +89,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.train = t = ml_collections.ConfigDict()
     t.steps = config_dict.placeholder(int)  # set either steps …
-    t.tokens = config_dict.placeholder(int)  # … or tokens
+    t.tokens = config_dict.placeholder(int)  # … or tokens, also where the batch changes meanwhile
     t.global_batch = 128  # sequences an update
     t.microbatch = config_dict.placeholder(int)  # sequences at a time; None: all at once
     t.compute_dtype = "bfloat16"  # bfloat16 | float32 | float64; parameters stay float32

@@ -114,6 +114,8 @@ def test_limited_validation_counts_no_bytes(config, dataset):
     assert result["bits_per_byte"] is None and result["bytes"] is None
     nats, targets = oracle(config, parameters, dataset, limit=windows)
     assert result["loss"] == pytest.approx(nats / targets, rel=1e-5)
+    whole, common = evaluator.with_common(parameters, whole=True)
+    assert whole["tokens"] > result["tokens"] and common == result["loss"]
     generous = Evaluator(config, open_dataset(dataset), "validation", limit=10_000)(parameters)
     assert generous["bits_per_byte"] is not None
 

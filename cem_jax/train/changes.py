@@ -1,8 +1,10 @@
 """What may differ between a run and its continuation, and by which rule the run then goes on.
 
 A run whose batch, context or schedule changed goes on with its parameters, its optimizer state and
-its step. The learning rate is the new schedule's at that step. The data go on at the first window
-that was not consumed; windows of another length at the place as many tokens into their order.
+its step. With train.steps, it ends at that step, and the learning rate is the new schedule's at the
+step it is at. With train.tokens, it ends at the step by which so many tokens were seen, and the
+learning rate is the new schedule's at the share of them that were. The data go on at the first
+window that was not consumed; windows of another length as many tokens into their order.
 """
 
 from collections.abc import Mapping
@@ -54,9 +56,12 @@ def check_same_run(workdir: epath.Path, config: Config) -> Config:
 
     Raises UserError, naming the fields, when that is another run's.
     """
+    folder = workdir / "checkpoints"
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: is a file, where a run has a directory; use another --workdir")
     present = read_config(workdir)
     if present is None:
-        if (workdir / "checkpoints").exists():
+        if folder.exists():
             raise UserError(
                 f"{workdir}: has checkpoints/ but no config.json; use another --workdir"
             )
@@ -77,13 +82,35 @@ def changes(before: Config, now: Config) -> dict[str, tuple]:
     return {name: (old[name], new[name]) for name in RULED_FIELDS if old[name] != new[name]}
 
 
-def require_steps_left(workdir: epath.Path, step: int, before: Config, now: Config) -> None:
-    """Raises UserError for a finished run whose batch, context or schedule changed."""
+def surplus(config: Config, extra: Mapping[str, Any]) -> int:
+    """Tokens seen up to the checkpoint that holds `extra`, beyond those of as many steps of now."""
+    as_now = extra.get("step", 0) * config.tokens_per_step
+    return extra.get("tokens", as_now) - as_now
+
+
+def length(config: Config, extra: Mapping[str, Any]) -> tuple[int, float]:
+    """(total steps, `ahead` of the schedule) of a run that goes on where the checkpoint is that
+    holds `extra`; from the beginning for an empty one."""
+    if config.train.steps is not None:
+        return config.total_steps, 0.0
+    more, per_step = surplus(config, extra), config.tokens_per_step
+    return config.train.total_steps(per_step, more), more / per_step
+
+
+def require_steps_left(
+    workdir: epath.Path, extra: Mapping[str, Any], before: Config, now: Config
+) -> None:
+    """Raises UserError for a finished run, whose last checkpoint holds `extra`, where batch,
+    context or schedule changed."""
     told = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changes(before, now).items()]
     if told:
+        is_at, end, field = f"step {extra['step']}", f"step {now.train.steps}", "train.steps"
+        if now.train.steps is None:
+            is_at += f", {extra['tokens']:,} tokens"
+            end, field = f"{now.train.tokens:,} tokens", "train.tokens"
         raise UserError(
-            f"{workdir}: the run is at step {step}, and with these changes it ends at step "
-            f"{now.total_steps}; raise train.steps, or undo them (there -> now)",
+            f"{workdir}: the run is at {is_at}, and with these changes it ends at {end}; raise "
+            f"{field}, or undo them (there -> now)",
             *told,
         )
 
@@ -94,23 +121,29 @@ def windows_consumed(extra: Mapping[str, Any], now: Config) -> int:
     return consumed if length == now.data.context else consumed * length // now.data.context
 
 
-def rule(step: int, consumed: int, before: Config, now: Config) -> list[str]:
-    """How the run goes on at `step` under `now`: a line for each thing that is not as before.
+def rule(extra: Mapping[str, Any], consumed: int, before: Config, now: Config) -> list[str]:
+    """How the run goes on under `now`: a line for each thing that is not as before.
 
-    `consumed`: the window number at which it goes on.
+    Args:
+      extra: of the checkpoint that it goes on from.
+      consumed: the window number at which it goes on.
     """
     changed = changes(before, now)
     if not changed:
         return []
+    step = extra["step"]
     lines = [
         f"{name}: {old!r} -> {new!r} from step {step} on" for name, (old, new) in changed.items()
     ]
-    rates = [_rate(step, config) for config in (before, now)]
-    ends = [config.total_steps for config in (before, now)]
+    rates = [_rate(extra, config) for config in (before, now)]
+    ends = [length(config, extra)[0] for config in (before, now)]
     if rates[0] != rates[1] or ends[0] != ends[1]:
+        at = f"step {step}"
+        if now.train.steps is None:
+            at = f"{extra['tokens']:,} of {now.train.tokens:,} tokens"
         lines.append(
-            f"schedule: the new one's at step {step}: learning rate {rates[1]:.4g}, was "
-            f"{rates[0]:.4g}; the end is step {ends[1]}, was {ends[0]}"
+            f"schedule: the new one's at {at}: learning rate {rates[1]:.4g}, was {rates[0]:.4g}; "
+            f"the end is step {ends[1]}, was {ends[0]}"
         )
     place = f"step {step} begins with window {consumed} of the order"
     if "data.context" in changed:
@@ -123,10 +156,10 @@ def rule(step: int, consumed: int, before: Config, now: Config) -> list[str]:
     return lines
 
 
-def _rate(step: int, config: Config) -> float:
-    total = config.total_steps
-    at = jnp.asarray(min(step, total - 1), jnp.int32)
-    return float(learning_rate(at, config.optimizer, total))
+def _rate(extra: Mapping[str, Any], config: Config) -> float:
+    total, ahead = length(config, extra)
+    at = jnp.asarray(min(extra["step"], total - 1), jnp.int32)
+    return float(learning_rate(at, config.optimizer, total, ahead))
 
 
 def _kind(difference: str) -> str:

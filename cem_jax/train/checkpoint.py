@@ -9,35 +9,31 @@ renamed under another name until it is complete:
 
 Only directories with a checksum list count as checkpoints. The newest `keep` stay, beside them the
 one with the lowest metric and the milestones, every so many steps; nothing is removed before the
-save that replaces it is complete.
+save that replaces it is complete. What there is, `inventory` knows.
 """
 
 import contextlib
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from etils import epath
 
 from cem_jax.data.remote import is_url
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.parallel import distributed
-from cem_jax.train.integrity import find_damage, is_whole, write_checksums
+from cem_jax.train.integrity import Damage, is_whole, write_checksums
+from cem_jax.train.inventory import INFO_FILE, LEFTOVER, NAME, Inventory
 from cem_jax.train.naming import as_array, describe, differences, named_leaves, nested, placed
 from cem_jax.train.orbax_errors import one_line, say_once
-from cem_jax.train.places import doomed, entries, finish_removal, place, remove, set_aside
+from cem_jax.train.places import entries, finish_removal, place, remove, set_aside
 
-_INFO_FILE = "info/metadata"
-_NAME = re.compile(r"(\d+)(\.replaced)?")  # .replaced: set aside while its step is saved again
 _WITHOUT_RENAME = ocp.path.atomicity.CommitFileTemporaryPath
-_LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)")
 
 
 def _warn(line: str) -> None:
@@ -53,7 +49,8 @@ class Checkpointer:
     Args:
       keep: how many of the newest checkpoints stay, at least 1.
       keep_best: whether the one with the lowest metric stays as well.
-      keep_every: those whose step is a multiple of it stay for ever; None: no others.
+      keep_every: those whose step is a multiple of it stay for ever, as do those saved as such
+        under another value; None: no others.
       report: called with one plain line for each thing worth telling (default: stderr).
     """
 
@@ -72,10 +69,8 @@ class Checkpointer:
         self._writes = distributed.is_first()
         self._keep, self._keep_best, self._keep_every = keep, keep_best, keep_every
         self._report = report if self._writes else lambda line: None
-        self._reported: set[str] = set()
-        self._damaged: dict[int, str] = {}  # step -> what is wrong with it
-        self._metrics: dict[int, float | None] = {}
-        self._saving: int | None = None  # the step being written in the background
+        self._there = Inventory(self.directory, self._report)
+        self._info: dict[str, Any] = {}  # of the step being written in the background
         self._cleaned = False
         say_once()
         self._orbax = ocp.AsyncCheckpointer(
@@ -94,7 +89,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps that have a complete checkpoint, not known to be damaged, in order."""
-        return sorted(set(self._paths()) - set(self._damaged))
+        return self._there.steps()
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`, None without any."""
@@ -102,11 +97,16 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step with the lowest finite metric (the newest of equals), None without any."""
-        return self._best(self.steps())
+        return self._there.best(self.steps())
+
+    def once_complete(self) -> list[str]:
+        """Names of directories that were complete and are not any more: their lists are gone."""
+        return self._there.once_complete()
 
     def describe(self, step: int) -> dict[str, Any]:
-        """{step, metric, arrays: {name: dtype and shape}, extra} of an existing checkpoint."""
-        return json.loads((self._paths()[step] / _INFO_FILE).read_text())
+        """What an existing checkpoint says of itself: {step, metric, measure, milestone, arrays:
+        {name: dtype and shape}, extra}."""
+        return self._there.info(step)
 
     def newest_sound(self) -> int:
         """The newest step whose checkpoint is undamaged, the same in all processes.
@@ -119,7 +119,12 @@ class Checkpointer:
     # ---- saving ----
 
     def save(
-        self, step: int, state: Any, extra: Mapping[str, Any], metric: float | None = None
+        self,
+        step: int,
+        state: Any,
+        extra: Mapping[str, Any],
+        metric: float | None = None,
+        measure: str | None = None,
     ) -> None:
         """Start to save `state`; returns as soon as it may change or be donated.
 
@@ -127,6 +132,7 @@ class Checkpointer:
           state: a tree of arrays (Python numbers become 0-d arrays) whose leaves have names.
           extra: anything JSON can hold.
           metric: the validation loss, lower is better; None, NaN and infinities never win.
+          measure: of what; metrics of different measures are not compared.
 
         Raises:
           RunFailed: this or the previous save could not be written.
@@ -136,6 +142,8 @@ class Checkpointer:
         info = {
             "step": int(step),
             "metric": _finite(metric),
+            "measure": measure,
+            "milestone": self._is_multiple(step),
             "arrays": {name: describe(array) for name, array in arrays.items()},
             "extra": json.loads(json.dumps(dict(extra), allow_nan=False)),
         }
@@ -143,7 +151,7 @@ class Checkpointer:
         stored = nested({name: array for name, array in arrays.items() if array.size})
         try:
             self._make_room(step)
-            self._saving = step
+            self._there.saving, self._info = step, info
             self._orbax.save(
                 self.directory / str(step),
                 args=ocp.args.Composite(
@@ -153,14 +161,13 @@ class Checkpointer:
             )
         except Exception as error:
             raise self._failure(step, error) from error
-        self._metrics[step] = info["metric"]
 
     def check(self) -> None:
         """Raise RunFailed if the save in the background has failed; cheap, never waits."""
         try:
             self._orbax.check_for_errors()
         except Exception as error:
-            raise self._failure(self._saving, error) from error
+            raise self._failure(self._there.saving, error) from error
 
     def wait(self) -> None:
         """Wait until the save in the background is complete, then remove what need not stay.
@@ -168,15 +175,15 @@ class Checkpointer:
         Raises:
           RunFailed: the save could not be written.
         """
-        if self._saving is None:
+        step = self._there.saving
+        if step is None:
             return
-        step = self._saving
         try:
             self._orbax.wait_until_finished()
         except Exception as error:
             raise self._failure(step, error) from error
-        self._saving = None
-        self._damaged.pop(step, None)
+        self._there.saving = None
+        self._there.note_saved(step, self._info)
         self._retain(step)
 
     def close(self) -> None:
@@ -212,7 +219,7 @@ class Checkpointer:
             step = distributed.shared("the checkpoint", lambda: self._newest_sound(step))
         candidates = self._candidates(step)
         for candidate in candidates:
-            if distributed.processes() == 1 and not self._sound(candidate):
+            if distributed.processes() == 1 and not self._there.sound(candidate):
                 continue
             info = self.describe(candidate)
             lines = differences(info["arrays"], abstract_state, partial)
@@ -225,12 +232,13 @@ class Checkpointer:
             except Exception as error:
                 if distributed.processes() > 1:
                     raise self._unreadable(candidate, error) from error
-                self._note_damage(candidate, one_line(error))
+                # its bytes are those that were written: not reason enough to remove it
+                self._there.note_damage(candidate, Damage(one_line(error), lasting=False))
                 continue
-            if step is None and candidate != candidates[0]:
-                self._report(f"continuing from checkpoint {candidate} in {self.directory}")
+            if step is None:
+                self._tell_fallback(candidate)
             return state, info["extra"], candidate
-        raise UserError(*self._damage_lines(candidates))
+        raise UserError(*self._there.damage_lines(candidates))
 
     def read_extra(self, step: int | None = None) -> dict[str, Any]:
         """The `extra` of the checkpoint of `step` (None: the newest readable), and no arrays.
@@ -240,75 +248,38 @@ class Checkpointer:
         """
         candidates = self._candidates(step)
         for candidate in candidates:
-            damage = find_damage(self._paths()[candidate], _INFO_FILE)
-            if damage is None:
+            if self._there.sound(candidate, INFO_FILE):
                 return self.describe(candidate)["extra"]
-            self._note_damage(candidate, damage)
-        raise UserError(*self._damage_lines(candidates))
+        raise UserError(*self._there.damage_lines(candidates))
 
     # ---- inside ----
-
-    def _paths(self) -> dict[int, epath.Path]:
-        """Complete checkpoints by step; tells once of directories that only look like one."""
-        paths: dict[int, epath.Path] = {}
-        gone = doomed(self.directory)
-        for path in entries(self.directory):
-            match = _NAME.fullmatch(path.name)
-            if path.name in gone:
-                continue
-            if match and is_whole(path):
-                paths.setdefault(int(match[1]), path)  # "30" sorts before "30.replaced"
-            elif (match or _LEFTOVER.fullmatch(path.name)) and not self._is_own(path):
-                self._report_once(f"{path} is not a complete checkpoint: ignored")
-        return paths
-
-    def _is_own(self, path: epath.Path) -> bool:
-        """Whether `path` belongs to the save now running."""
-        return self._saving is not None and path.name.split(".")[0] == str(self._saving)
 
     def _candidates(self, step: int | None) -> list[int]:
         steps = self.steps()
         if step is None and steps:
             return steps[::-1]
-        if step is not None and step in self._paths():
+        if step is not None and step in self._there.paths():
             return [step]
         known = f"there are: {', '.join(map(str, steps))}" if steps else "there is none at all"
         wanted = "no complete checkpoint" if step is None else f"no complete checkpoint {step}"
-        raise UserError(f"{wanted} in {self.directory}; {known}", *self._damage_lines(()))
+        raise UserError(f"{wanted} in {self.directory}; {known}", *self._there.damage_lines())
 
     def _newest_sound(self, step: int | None) -> int:
         candidates = self._candidates(step)
-        found = next((one for one in candidates if self._sound(one)), None)
+        found = next((one for one in candidates if self._there.sound(one)), None)
         if found is None:
-            raise UserError(*self._damage_lines(candidates))
-        if found != candidates[0]:
-            self._report(f"continuing from checkpoint {found} in {self.directory}")
+            raise UserError(*self._there.damage_lines(candidates))
+        if step is None:
+            self._tell_fallback(found)
         return found
+
+    def _tell_fallback(self, step: int) -> None:
+        if any(damaged > step for damaged in self._there.damaged):
+            self._there.report_once(f"continuing from checkpoint {step} in {self.directory}")
 
     def _unreadable(self, step: int, error: Exception) -> RunFailed:
         where = f"checkpoint {step} in {self.directory} cannot be read"
         return RunFailed(f"{where} by {distributed.whoami()}: {one_line(error)}")
-
-    def _sound(self, step: int) -> bool:
-        damage = find_damage(self._paths()[step])
-        if damage is not None:
-            self._note_damage(step, damage)
-        return damage is None
-
-    def _note_damage(self, step: int, damage: str) -> None:
-        self._damaged[step] = damage
-        self._report_once(f"checkpoint {step} in {self.directory} is damaged: {damage}")
-
-    def _damage_lines(self, steps: Any) -> list[str]:
-        return [
-            f"checkpoint {step} in {self.directory} is damaged: {self._damaged[step]}"
-            for step in steps or sorted(self._damaged)
-        ]
-
-    def _report_once(self, line: str) -> None:
-        if line not in self._reported:
-            self._reported.add(line)
-            self._report(line)
 
     def _read_state(self, step: int, abstract_state: Any) -> Any:
         leaves = {name: placed(leaf) for name, leaf in named_leaves(abstract_state).items()}
@@ -320,7 +291,7 @@ class Checkpointer:
         )
         # A checkpointer would ask object stores for Orbax's own marker, which copies may lack.
         reader = ocp.CompositeCheckpointHandler()
-        restored = reader.restore(self._paths()[step], ocp.args.Composite(state=arguments))
+        restored = reader.restore(self._there.paths()[step], ocp.args.Composite(state=arguments))
         reader.close()
         arrays = named_leaves(restored["state"])
         for name, leaf in leaves.items():
@@ -329,27 +300,18 @@ class Checkpointer:
         ordered = [arrays[name] for name in leaves]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), ordered)
 
-    def _best(self, steps: Iterable[int]) -> int | None:
-        scored = [(m, -step) for step in steps if (m := self._metric(step)) is not None]
-        return -min(scored)[1] if scored else None
-
-    def _metric(self, step: int) -> float | None:
-        if step not in self._metrics:
-            path = self._paths()[step]
-            damaged = find_damage(path, _INFO_FILE) is not None
-            self._metrics[step] = None if damaged else self.describe(step)["metric"]
-        return self._metrics[step]
-
     def _seal(self) -> None:
         """Orbax calls this in its thread when all files are written, before the rename."""
-        unfinished = self.directory.glob(f"{self._saving}.orbax-checkpoint-tmp*")
-        write_checksums(next(iter(unfinished), self.directory / str(self._saving)))
+        step = self._there.saving
+        unfinished = self.directory.glob(f"{step}.orbax-checkpoint-tmp*")
+        write_checksums(next(iter(unfinished), self.directory / str(step)))
 
     def _make_room(self, step: int) -> None:
         """Clear leftovers of earlier processes; set aside a checkpoint of the same step."""
         if not self._writes:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        # Not what it lies in: a run directory that was removed meanwhile is not to come again.
+        self.directory.mkdir(parents=is_url(self.directory), exist_ok=True)
         if not self._cleaned:
             self._clear_leftovers()
             self._cleaned = True
@@ -359,7 +321,7 @@ class Checkpointer:
 
     def _clear_leftovers(self) -> None:
         for path in entries(self.directory):
-            if _LEFTOVER.fullmatch(path.name):
+            if LEFTOVER.fullmatch(path.name):
                 finish_removal(path)
 
     def _retain(self, newest: int) -> None:
@@ -369,24 +331,29 @@ class Checkpointer:
         """
         if not self._writes:
             return
-        paths = self._paths()
+        ours = (step for step in self.steps() if step <= newest)
+        best = self._there.best(ours) if self._keep_best else None
+        paths = self._there.paths()
         earlier = [step for step in self.steps() if step < newest]
-        kept = {newest, *earlier[::-1][: self._keep - 1]}
-        if self._keep_every is not None:
-            kept |= {step for step in earlier if step % self._keep_every == 0}
-        best = self._best((*earlier, newest)) if self._keep_best else None
-        kept_paths = {paths[step] for step in kept | ({best} - {None})}
+        kept = {newest, best, *earlier[::-1][: self._keep - 1]} - {None}
+        kept |= {s for s in earlier if self._is_multiple(s) or self._there.milestone(s)}
+        kept_paths = {paths[step] for step in kept}
         for path in entries(self.directory):
-            match = _NAME.fullmatch(path.name)
-            if match and int(match[1]) in paths and path not in kept_paths:
+            match = NAME.fullmatch(path.name)
+            if not match or int(match[1]) not in paths or path in kept_paths:
+                continue
+            if self._there.may_go(int(match[1])):
                 try:
                     remove(path)
                 except OSError as error:
-                    self._report_once(f"{path} could not be removed: {error}")
+                    self._there.report_once(f"{path} could not be removed: {error}")
+
+    def _is_multiple(self, step: int) -> bool:
+        return self._keep_every is not None and step % self._keep_every == 0
 
     def _failure(self, step: int | None, error: Exception) -> RunFailed:
         newest = self.latest_step()
-        self._saving = None
+        self._there.saving = None
         if self._writes:
             with contextlib.suppress(OSError):  # what it left may be what filled the disk
                 self._clear_leftovers()

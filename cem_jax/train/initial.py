@@ -1,17 +1,22 @@
 """`cem train --init-from RUN`: a new run that begins with the parameters of another one."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from etils import epath
 
+from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
+from cem_jax.export import WEIGHTS
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.naming import describe, named_leaves, nested
 from cem_jax.train.places import place
 from cem_jax.train.setup import Setup, fresh_state
 from cem_jax.train.step import TrainState
 
+ORIGIN = "initialised_from"  # in a checkpoint's extra: the run it began with, or None
 _PARAMS = "params/"
 
 
@@ -26,9 +31,14 @@ def initialised_from(
     Raises:
       UserError: `origin` has no sound checkpoint, or not one parameter agrees.
     """
-    state = fresh_state(setup)
+    workdir = place(origin)
+    if (workdir / WEIGHTS).exists() and not (workdir / "checkpoints").exists():
+        raise UserError(
+            f"--init-from {origin}: holds what `cem export` wrote, not a run; make one of it by "
+            f"`cem import --input {origin} --workdir RUN`, and begin with that"
+        )
     ours = {_PARAMS + name: leaf for name, leaf in named_leaves(setup.state.params).items()}
-    with Checkpointer(place(origin) / "checkpoints", keep=1, keep_best=False) as checkpoints:
+    with Checkpointer(workdir / "checkpoints", keep=1, keep_best=False) as checkpoints:
         step = checkpoints.newest_sound()
         info = checkpoints.describe(step)
         theirs = {n: text for n, text in info["arrays"].items() if n.startswith(_PARAMS)}
@@ -41,6 +51,7 @@ def initialised_from(
             )
         restored, extra, _ = checkpoints.restore(step, nested(taken), partial=True)
     found = named_leaves(restored)
+    state = fresh_state(setup)
     paths, treedef = jax.tree.flatten(state.params)
     params = treedef.unflatten(
         found.get(name, leaf) for name, leaf in zip(ours, paths, strict=True)
@@ -62,6 +73,28 @@ def initialised_from(
         "unused": [_shown(name) for name in unused],
     }
     return state._replace(params=params), record
+
+
+def require_origin(
+    workdir: epath.Path, extra: Mapping[str, Any], init_from: str, say: Callable[[str], None]
+) -> None:
+    """Of a run that goes on: says that `init_from` is not read again.
+
+    Raises:
+      UserError: it is not what the run, whose checkpoint holds `extra`, began with.
+    """
+    began = extra.get(ORIGIN, init_from)  # runs that began before it was recorded are believed
+    if began is None or _real(began) != _real(init_from):
+        raise UserError(
+            f"--init-from {init_from}: the run in {workdir} has a checkpoint and goes on from it; "
+            f"it began with {'fresh parameters' if began is None else began}; leave --init-from "
+            "out, or use another --workdir"
+        )
+    say(f"the run in {workdir} goes on; --init-from {init_from} is not read again")
+
+
+def _real(path: str) -> str:
+    return path if is_url(path) else os.path.realpath(path)
 
 
 def _unlike(ours: dict[str, Any], theirs: dict[str, str]) -> list[str]:

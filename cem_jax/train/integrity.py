@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from etils import epath
 
@@ -19,10 +20,24 @@ _UNLISTED = {LIST_NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}
 _THREADS = 4  # hashing and reading release the GIL
 
 
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a directory, in words; `lasting` unless another try may find it well."""
+
+    what: str
+    lasting: bool = True
+
+    def __str__(self) -> str:
+        return self.what
+
+
 def write_checksums(directory: epath.Path) -> None:
     """Write the list of every file below `directory` into it, once they are all on the disk."""
     names = sorted(_files(directory, ""))
     sums = _digests(directory, names)
+    for told in sums.values():
+        if isinstance(told, Damage):
+            raise OSError(f"{directory}: {told}")
     lines = "".join(f"{sums[name]}  {name}\n" for name in names)
     (directory / LIST_NAME).write_text(lines)
     if "://" not in str(directory):  # object stores keep what they have taken
@@ -35,26 +50,38 @@ def is_whole(directory: epath.Path) -> bool:
     return (directory / LIST_NAME).exists()
 
 
-def find_damage(directory: epath.Path, only: str | None = None) -> str | None:
-    """The first file below `directory` that is missing or altered, in words; None if all is well.
+def find_damage(directory: epath.Path, only: str | None = None) -> Damage | None:
+    """The first file below `directory` that is missing, altered or not to be read; None: all well.
 
     `only`: check this one file of the list instead of all.
     """
     try:
         lines = (directory / LIST_NAME).read_text().splitlines()
         expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
-    except (OSError, ValueError):
-        return f"{LIST_NAME} is missing or unreadable"
+    except ValueError:
+        return Damage(f"{LIST_NAME} has been altered or cut short")
+    except Exception as error:
+        return _unread(LIST_NAME, error)
     if not expected or (only is not None and only not in expected):
-        return f"{LIST_NAME} is incomplete"
+        return Damage(f"{LIST_NAME} is incomplete")
     names = [only] if only is not None else list(expected)
     found = _digests(directory, names)
     for name in names:
-        if found[name] is None:
-            return f"{name} is missing or unreadable"
+        if isinstance(found[name], Damage):
+            return found[name]
         if found[name] != expected[name]:
-            return f"{name} has been altered or cut short"
+            return Damage(f"{name} has been altered or cut short")
     return None
+
+
+def _unread(name: str, error: Exception) -> Damage:
+    """A store's driver raises what it likes: all but a missing file may be there the next time."""
+    if isinstance(error, MemoryError):
+        raise error
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return Damage(f"{name} is missing")
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+    return Damage(f"{name} cannot be read: {reason.splitlines()[0]}", lasting=False)
 
 
 def _flush(path: epath.Path) -> None:
@@ -74,19 +101,17 @@ def _files(directory: epath.Path, prefix: str) -> Iterator[str]:
             yield prefix + path.name
 
 
-def _digests(directory: epath.Path, names: Sequence[str]) -> dict[str, str | None]:
+def _digests(directory: epath.Path, names: Sequence[str]) -> dict[str, str | Damage]:
     with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(
-            zip(names, pool.map(lambda name: _digest(directory / name), names), strict=True)
-        )
+        return dict(zip(names, pool.map(lambda name: _digest(directory, name), names), strict=True))
 
 
-def _digest(path: epath.Path) -> str | None:
+def _digest(directory: epath.Path, name: str) -> str | Damage:
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with (directory / name).open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
-    except OSError:
-        return None
+    except Exception as error:
+        return _unread(name, error)
     return digest.hexdigest()

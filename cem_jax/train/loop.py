@@ -7,6 +7,7 @@ this in step; the first one alone writes and reports.
 import io
 import os
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 from etils import epath
@@ -19,17 +20,19 @@ from cem_jax.parallel.cluster import find_cluster
 from cem_jax.train.changes import (
     changes,
     check_same_run,
+    length,
     require_steps_left,
     rule,
     windows_consumed,
 )
 from cem_jax.train.checkpoint import Checkpointer
-from cem_jax.train.initial import initialised_from
+from cem_jax.train.initial import ORIGIN, initialised_from, require_origin
 from cem_jax.train.metrics import MetricsWriter, SilentMetrics
 from cem_jax.train.places import place
 from cem_jax.train.rundir import (
     agreed_facts,
     only_writer,
+    require_nothing_lost,
     with_absolute_paths,
     write_run_files,
 )
@@ -43,23 +46,35 @@ def run(args) -> dict[str, Any] | None:
     """`cem train`. None in all processes but the first."""
     config = load_config(args.config, args.overrides)
     cluster = find_cluster(args.coordinator, args.processes, args.process)
-    with distributed.joined(cluster, config.train.stall_minutes):
-        result = train(config, args.workdir, init_from=args.init_from)
+    say = lambda line: print(f"cem: {line}", file=_stderr(), flush=True)
+    # Heard while the processes meet, too: as process 1 of a container, nothing else would end it.
+    with (
+        watched(Stop(config.checkpoint.grace_seconds, distributed.leave, say)) as stop,
+        distributed.joined(cluster, config.train.stall_minutes),
+    ):
+        result = train(config, args.workdir, init_from=args.init_from, stop=stop)
         return result if distributed.is_first() else None
 
 
 def train(
-    config: Config, workdir: str | os.PathLike[str], *, init_from: str | None = None, stream=None
+    config: Config,
+    workdir: str | os.PathLike[str],
+    *,
+    init_from: str | None = None,
+    stream=None,
+    stop: Stop | None = None,
 ) -> dict[str, Any]:
     """Trains to the end and returns {step, loss, checkpoint}.
 
     Continues a run that `workdir` holds; else begins with fresh parameters, or with those of the
     run in `init_from`. Raises UserError, before anything is written, for what the user got wrong;
-    RunFailed when the run cannot go on.
+    RunFailed when the run cannot go on. `stop`: watched by the caller; None: signals are watched
+    here.
     """
-    stream = stream or (sys.stderr if distributed.is_first() else _Nowhere())
+    stream = stream or _stderr()
     say = lambda line: print(f"cem: {line}", file=stream, flush=True)
-    with watched(Stop(config.checkpoint.grace_seconds, distributed.leave, say)) as stop:
+    own = lambda: watched(Stop(config.checkpoint.grace_seconds, distributed.leave, say))
+    with own() if stop is None else nullcontext(stop) as stop:
         return _train(with_absolute_paths(config), place(workdir), init_from, stream, say, stop)
 
 
@@ -70,40 +85,41 @@ def _train(config: Config, workdir: epath.Path, init_from, stream, say, stop) ->
     before = check_same_run(workdir, config)
     fingerprint = setup.mixture.fingerprint
     distributed.agree(lambda: agreed_facts(config, fingerprint, _newest(workdir), init_from))
-    total = config.total_steps
     with only_writer(workdir), Checkpointer(workdir / "checkpoints", **_kept(config)) as saved:
-        state, extra, origin = _start(setup, saved, init_from, say)
-        start = int(state.step)
+        state, extra, origin = _start(setup, saved, before, init_from, say)
+        start, (total, _) = int(state.step), length(config, extra)
         owes_validation = extra.get("owes_validation", False)
         consumed = windows_consumed(extra, config) if start else 0
         setup.loader.go_on(start, consumed)
         distributed.progress(f"step {start}, before the first one here")
         if start >= total:
-            require_steps_left(workdir, start, before, config)
+            require_steps_left(workdir, extra, before, config)
         if start >= total and not owes_validation:
             if distributed.is_first() and before != config:  # the data has moved
                 write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
             print(f"finished: {workdir} is at step {start} of {total}", file=stream)
             return _result(start, extra.get("loss"), saved)
-        if distributed.is_first():
-            write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
-        distributed.await_file(workdir / "config.json")
+        # Before config.json: what the old lines prove was saved, its checkpoint.every tells.
         with _metrics(workdir, config, start) as metrics:
+            if distributed.is_first():
+                write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
+            distributed.await_file(workdir / "config.json")
             loop = Loop(setup, workdir, saved, metrics, stream, stop, extra)
             loop.announce(start)
-            _record(start, consumed, before, config, origin, metrics, say)
+            _record(extra, consumed, before, config, origin, metrics, say)
             loss = loop.run(state, start, owes_validation)
         saved.wait()
         return _result(total, loss, saved)
 
 
-def _record(start: int, consumed: int, before, config: Config, origin, metrics, say) -> None:
+def _record(extra, consumed: int, before, config: Config, origin, metrics, say) -> None:
     """Tells and writes down where the parameters come from, or what is not as before."""
+    start = extra.get("step", 0)
     if origin is not None:
         metrics.write("event", start, event="initialised", **origin)
     if not start:
         return
-    for line in rule(start, consumed, before, config):
+    for line in rule(extra, consumed, before, config):
         say(line)
     for name, (old, new) in changes(before, config).items():
         metrics.write("event", start, event="changed", field=name, before=old, after=new)
@@ -120,6 +136,11 @@ def _newest(workdir: epath.Path) -> int | None:
         return found.latest_step()
 
 
+def _stderr():
+    """Standard error; nowhere in the processes that report nothing."""
+    return sys.stderr if distributed.is_first() else _Nowhere()
+
+
 class _Nowhere(io.TextIOBase):
     """Takes the progress lines of the processes that report none."""
 
@@ -134,16 +155,22 @@ def _metrics(workdir: epath.Path, config: Config, start: int) -> MetricsWriter |
 
 
 def _start(
-    setup: Setup, checkpointer: Checkpointer, init_from: str | None, say
+    setup: Setup, checkpointer: Checkpointer, before: Config, init_from: str | None, say
 ) -> tuple[TrainState, dict[str, Any], dict[str, Any] | None]:
     """(state, extra, origin): the newest sound checkpoint, or step 0."""
+    workdir = checkpointer.directory.parent
     if checkpointer.latest_step() is None:
+        lost = lambda: require_nothing_lost(workdir, checkpointer.once_complete(), before)
+        distributed.shared("what is lost", lost)
         if init_from is None:
-            return fresh_state(setup), {}, None
+            return fresh_state(setup), {ORIGIN: None}, None
         state, origin = initialised_from(setup, init_from, say)
-        return state, {}, origin
-    if checkpointer.read_extra().get("imported"):
-        raise _no_optimizer_state(checkpointer.directory.parent)
+        return state, {ORIGIN: str(place(init_from))}, origin
+    extra = checkpointer.read_extra()
+    if extra.get("imported"):
+        raise _no_optimizer_state(workdir)
+    if init_from is not None:
+        require_origin(workdir, extra, init_from, say)
     state, extra, _ = checkpointer.restore(None, setup.state)
     found, now = extra["dataset"], setup.mixture.fingerprint
     if found != now:

@@ -10,16 +10,16 @@ import contextlib
 import json
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from etils import epath
 
-from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
-from cem_jax.train.places import place, write_whole
+from cem_jax.train.board import Board
+from cem_jax.train.growing import growing
+from cem_jax.train.places import place, write_whole, writing
 
 FILE_NAME = "metrics.jsonl"
 KINDS = ("train", "eval", "energies", "event")
@@ -35,19 +35,19 @@ class MetricsWriter:
         0: a run from the start, nothing is kept.
 
     Raises:
-      UserError: the existing `metrics.jsonl` holds a line that is no metrics line.
+      UserError: the existing `metrics.jsonl` holds a line that is no metrics line, or may not be
+        written.
+      RunFailed: it cannot be written, now or later.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool, resume_step: int):
         folder = place(workdir)
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE_NAME
+        with writing(self.path):
+            folder.mkdir(parents=True, exist_ok=True)
         kept = _rewind(self.path, resume_step)
-        if is_url(self.path):
-            self._file = _Rewritten(self.path, kept)
-        else:
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (held until close)
-        self._board = _open_board(folder / "tensorboard", resume_step) if tensorboard else None
+        self._file = growing(self.path, kept)
+        self._board = Board(folder / "tensorboard", resume_step + 1) if tensorboard else None
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -66,30 +66,21 @@ class MetricsWriter:
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
         line = {"step": int(step), "kind": kind} | {k: _plain(v) for k, v in values.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())
         if self._board is not None:
             group = f"{kind}/{line['split']}" if "split" in line else kind
-            for name, value in _scalars(line):
-                if name != "step":
-                    self._board.add_scalar(f"{group}/{name}", value, step)
-            if kind != "train":
-                self._board.flush()
+            named = {f"{group}/{name}": value for name, value in _scalars(line) if name != "step"}
+            self._board.add(line["step"], named)
 
     def sync(self) -> None:
         """Returns when what was written is kept, come what may; to be called before a save."""
-        self._file.flush()
-        if isinstance(self._file, _Rewritten):
-            self._file.upload()
-        else:
-            os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self) -> None:
         """Close the files; more than once does no harm."""
         self._file.close()
         if self._board is not None:
             self._board.close()
-            self._board = None
 
 
 class SilentMetrics(contextlib.AbstractContextManager):
@@ -103,34 +94,6 @@ class SilentMetrics(contextlib.AbstractContextManager):
 
     def sync(self) -> None:
         """There is nothing to keep."""
-
-
-class _Rewritten:
-    """A text in an object store, which cannot append: written anew, whole, now and then."""
-
-    def __init__(self, path: epath.Path, text: str):
-        self._path, self._text, self._uploaded = path, text, text
-        self._due = 0.0
-
-    def write(self, text: str) -> None:
-        self._text += text
-
-    def flush(self) -> None:
-        """Upload if the last time is long enough ago: it should take 1 % of the time at most."""
-        if time.monotonic() >= self._due:
-            self.upload()
-
-    def upload(self) -> None:
-        if self._text == self._uploaded:
-            return
-        began = time.monotonic()
-        self._path.write_text(self._text)
-        self._uploaded = self._text
-        now = time.monotonic()
-        self._due = now + max(30.0, 100 * (now - began))
-
-    def close(self) -> None:
-        self.upload()
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -161,13 +124,13 @@ def _parse(file: epath.Path, number: int, line: bytes) -> dict[str, Any]:
     raise UserError(f"{file}, line {number}: not a metrics line (an object with step and kind)")
 
 
-def _rewind(path: epath.Path, step: int) -> str:
+def _rewind(path: epath.Path, step: int) -> bytes:
     """Keep the whole lines up to `step`, and return them; all or nothing, even if killed here."""
     if not path.exists():
-        return ""
+        return b""
     lines = [line for line in read_metrics(path) if line["step"] <= step] if step > 0 else []
-    kept = "".join(json.dumps(line) + "\n" for line in lines)
-    write_whole(path, kept.encode())
+    kept = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    write_whole(path, kept)
     return kept
 
 
@@ -195,9 +158,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     raise TypeError(f"a metric must be numbers or text, not {type(value).__name__}")
-
-
-def _open_board(folder: epath.Path, resume_step: int) -> Any:
-    from tensorboardX import SummaryWriter  # slow to import, and often not wanted
-
-    return SummaryWriter(str(folder), purge_step=resume_step + 1)

@@ -16,12 +16,17 @@ from cem_jax.model import pure
 
 
 def learning_rate(
-    step: Int[Array, ""], config: OptimizerConfig, total_steps: int
+    step: Int[Array, ""], config: OptimizerConfig, total_steps: int, ahead: float = 0.0
 ) -> Float[Array, ""]:
-    """η at `step` = 0 … total_steps − 1: linear up to the peak, then a cosine down to its share."""
-    warmup = max(1, round(config.warmup_fraction * total_steps))
-    done = step.astype(jnp.float32) + 1.0
-    progress = jnp.clip((done - warmup) / max(1, total_steps - warmup), 0.0, 1.0)
+    """η at `step` = 0 … total_steps − 1: linear up to the peak, then a cosine down to its share.
+
+    `ahead`: that the schedule is so many steps further, and longer: earlier steps were of another
+    size, and the schedule goes by what was seen.
+    """
+    length = total_steps + ahead
+    warmup = max(1, round(config.warmup_fraction * length))
+    done = step.astype(jnp.float32) + (1.0 + ahead)
+    progress = jnp.clip((done - warmup) / max(1, length - warmup), 0.0, 1.0)
     share = config.final_fraction
     cosine = share + (1.0 - share) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
     return config.learning_rate * jnp.where(done < warmup, done / warmup, cosine)

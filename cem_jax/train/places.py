@@ -6,15 +6,19 @@ what is complete is told by one object written last (`integrity`), and what is t
 one object before its parts go.
 """
 
+import contextlib
+import errno
 import os
 from collections.abc import Iterator
 
 from etils import epath
 
 from cem_jax.data.remote import is_url
-from cem_jax.errors import UserError
+from cem_jax.errors import RunFailed, UserError
 from cem_jax.train.integrity import LIST_NAME
 
+# What the user has to put right, rather than what a later try may find gone, as a full disk.
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST}
 _DOOMED = "removed"  # `<name>.removed`: the marker of what is being removed, or its new name
 
 
@@ -27,7 +31,9 @@ def place(path: str | os.PathLike[str]) -> epath.Path:
     text = os.fspath(path)
     if not is_url(text):
         return epath.Path(os.path.abspath(text))
-    kind = text.partition("://")[0]
+    kind, _, rest = text.partition("://")
+    if kind == "file":
+        raise UserError(f"{text}: a local directory is named without the prefix: {rest}")
     import fsspec
 
     # Listings are remembered by default, and do not see what TensorStore or other processes write.
@@ -46,11 +52,36 @@ def place(path: str | os.PathLike[str]) -> epath.Path:
     return found
 
 
+@contextlib.contextmanager
+def writing(path: epath.Path) -> Iterator[None]:
+    """Within it, `path` is written: a failure becomes one line that names it.
+
+    Raises:
+      UserError: it may not be written, or is a directory.
+      RunFailed: it cannot be, for whatever other reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = UserError if error.errno in _REFUSED else RunFailed
+        raise kind(f"{path}: cannot be written: {error.strerror or error}") from None
+    except Exception as error:
+        if not is_url(path):
+            raise
+        reason = (str(error).strip() or "no reason given").splitlines()[0]  # a driver's own error
+        raise RunFailed(f"{path}: cannot be written: {type(error).__name__}: {reason}") from None
+
+
 def write_whole(path: epath.Path, content: bytes) -> None:
-    """The file `path`, whole or not at all, even if the machine stops amid it."""
-    if is_url(path):  # an object appears when it is complete
-        path.write_bytes(content)
-        return
+    """The file `path`, whole or not at all, even if the machine stops; raises as `writing`."""
+    with writing(path):
+        if is_url(path):  # an object appears when it is complete
+            path.write_bytes(content)
+        else:
+            _write_whole(path, content)
+
+
+def _write_whole(path: epath.Path, content: bytes) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(scratch, "wb") as file:
@@ -59,7 +90,8 @@ def write_whole(path: epath.Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(scratch, path)
     finally:
-        scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is not there, or on a disk that takes nothing
+            os.unlink(scratch)
 
 
 def entries(directory: epath.Path) -> list[epath.Path]:

@@ -8,6 +8,7 @@ metrics.jsonl, tensorboard/, checkpoints/
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from cem_jax.config import Config, leaves
 from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
 from cem_jax.parallel import distributed
+from cem_jax.train.integrity import LIST_NAME
+from cem_jax.train.metrics import FILE_NAME, read_metrics
 from cem_jax.train.places import write_whole
 
 # Places, which may differ between the machines of a run.
@@ -35,6 +38,8 @@ def read_config(workdir: epath.Path) -> Config | None:
         return None
     try:
         values = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise UserError(
             f"{path}: not JSON ({error}); restore it or use another --workdir"
@@ -58,25 +63,34 @@ def with_absolute_paths(config: Config) -> Config:
 def only_writer(workdir: epath.Path) -> Iterator[None]:
     """Makes `workdir`, and keeps a second `cem train` out of it; object stores have no locks.
 
+    What it made goes again if it is still empty at the end.
+
     Raises UserError when it cannot be made or another process is at work in it.
     """
     if not distributed.is_first() or is_url(workdir):
         yield
         return
+    made = list(itertools.takewhile(lambda p: not p.exists(), (workdir, *workdir.parents)))
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         directory = os.open(workdir, os.O_RDONLY)
     except OSError as error:
+        _unmake(made)
         raise UserError(f"--workdir {workdir}: cannot be made: {error.strerror}") from None
     try:
         _lock(directory, workdir)
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # it holds something
-                os.rmdir(workdir)
+            _unmake(made)
     finally:
         os.close(directory)
+
+
+def _unmake(folders: list[epath.Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it holds something, or was not made
+            os.rmdir(folder)
 
 
 def _lock(directory: int, workdir: epath.Path) -> None:
@@ -107,6 +121,30 @@ def agreed_facts(config: Config, fingerprint: str, latest: int | None, origin: s
         "newest checkpoint": latest,
         "--init-from": origin,
     }
+
+
+def require_nothing_lost(workdir: epath.Path, once_complete: list[str], before: Config) -> None:
+    """Raises UserError where a run without a checkpoint to go on from has had one.
+
+    Args:
+      once_complete: directories that were checkpoints, and are not any more.
+      before: the configuration it was last begun with.
+    """
+    folder, path = workdir / "checkpoints", workdir / FILE_NAME
+    again = "use another --workdir, or remove checkpoints/ and metrics.jsonl to begin again"
+    if once_complete:
+        raise UserError(
+            f"{folder}: no checkpoint to go on from; these were complete once, and have no "
+            f"{LIST_NAME} now: {', '.join(once_complete)}; put it back, {again}"
+        )
+    last = max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
+    c = before.checkpoint
+    # The second save waits for the first one, and the steps after it for its beginning.
+    if last > 2 * min(c.every, c.keep_every or c.every):
+        raise UserError(
+            f"{folder}: no checkpoint to go on from, but {path} tells of step {last}; put the "
+            f"checkpoints back, {again}"
+        )
 
 
 def write_run_files(workdir: epath.Path, config: Config, tokenizer_model: bytes) -> None:

@@ -116,12 +116,15 @@ def fresh_state(setup: Setup) -> TrainState:
     return together("the initial state", make)()
 
 
-def jitted_step(config: Config, mesh: Mesh, state: TrainState, total_steps: int) -> Callable:
+def jitted_step(
+    config: Config, mesh: Mesh, state: TrainState, total_steps: int, ahead: float = 0.0
+) -> Callable:
     """The training step as it runs and as it is compiled beforehand; to be traced `in_mesh`.
 
     `state`: abstract, with shardings; the step's own state is donated and comes back laid out so.
     """
-    step = make_train_step(config, total_steps, mesh.shape["data"] * mesh.shape["fsdp"])
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    step = make_train_step(config, total_steps, ways, ahead)
     out = (jax.tree.map(lambda leaf: leaf.sharding, state), None)
     return jax.jit(step, donate_argnums=0, out_shardings=out)
 

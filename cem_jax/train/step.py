@@ -48,13 +48,14 @@ def initial_state(config: Config) -> TrainState:
 
 
 def make_train_step(
-    config: Config, total_steps: int, shards: int = 1
+    config: Config, total_steps: int, shards: int = 1, ahead: float = 0.0
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The step of this configuration, to be jitted with its state donated.
 
     The loss is the mean over all weighted targets of the global batch, however it is cut into
     microbatches. A step whose loss or gradient is not finite leaves parameters and optimizer as
-    they were, and is counted. `shards`: devices that the batch is spread over.
+    they were, and is counted. `shards`: devices that the batch is spread over. `ahead`: of the
+    schedule, see `learning_rate`.
     """
     optimizer = adamw(config.optimizer, config.model)
     dtype = jnp.dtype(config.train.compute_dtype)
@@ -74,7 +75,7 @@ def make_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         loss, grads = accumulate(loss_of, state.params, batch, config.train.accumulation)
         grad_norm = optax.tree.norm(grads)
-        eta = learning_rate(state.step, config.optimizer, total_steps)
+        eta = learning_rate(state.step, config.optimizer, total_steps, ahead)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p - (eta * u).astype(p.dtype), state.params, updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)

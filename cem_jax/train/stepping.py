@@ -14,8 +14,10 @@ from etils import epath
 from cem_jax.errors import RunFailed
 from cem_jax.parallel import distributed
 from cem_jax.parallel.mesh import in_mesh
+from cem_jax.train.changes import length, surplus
 from cem_jax.train.energies import make_probe
 from cem_jax.train.flops import mfu, training_flops_per_token
+from cem_jax.train.initial import ORIGIN
 from cem_jax.train.progress import Progress
 from cem_jax.train.setup import Setup, jitted_step, place_batch
 from cem_jax.train.signals import Stop
@@ -31,18 +33,18 @@ class Loop:
         config = setup.config
         self.setup, self.config, self.workdir = setup, config, workdir
         self.checkpointer, self.metrics, self.stop = checkpointer, metrics, stop
-        self.total = config.total_steps
+        self.total, ahead = length(config, extra)
         self.loss: float | None = extra.get("loss")
+        self.origin = {name: extra[name] for name in (ORIGIN,) if name in extra}
         # what the steps so far had more than steps as they are now: the batch may have changed
-        start, per_step = extra.get("step", 0), config.tokens_per_step
-        self.tokens_before = extra.get("tokens", start * per_step) - start * per_step
-        self.validation_loss: float | None = None
+        self.tokens_before = surplus(config, extra)
+        self.comparable_loss: float | None = None
         self.progress = Progress(self.total, config.tokens_per_step, stream)
         self.rate = self.progress.rate
         self.last_save = time.monotonic()
         self.tracing = False
         self.wishes = distributed.Wishes(setup.mesh)
-        step = jitted_step(config, setup.mesh, setup.state, self.total)
+        step = jitted_step(config, setup.mesh, setup.state, self.total, ahead)
         self.step = in_mesh(setup.mesh, distributed.together("the training step", step))
         self.probe = make_probe(config, setup.mesh) if config.log.energies_every else None
 
@@ -169,7 +171,7 @@ class Loop:
 
     def _between(self, state: TrainState, done: int) -> None:
         """Validation and checkpoint after `done` steps; the end, if a signal asked for it."""
-        self.validation_loss = None
+        self.comparable_loss = None
         with self.rate.paused():
             if self.eval_is_due and not self.stopping:
                 self.eval_is_due = not self._validate(state, done)
@@ -195,10 +197,10 @@ class Loop:
 
         try:
             whole = done == self.total
-            result = self.setup.evaluator(state.params, report, whole=whole)
+            result, common = self.setup.evaluator.with_common(state.params, report, whole=whole)
         except _BrokenOff:
             return False
-        self.validation_loss = result["loss"]
+        self.comparable_loss = common
         self.metrics.write("eval", done, split=self.config.eval.split, **result)
         bits = result["bits_per_byte"]
         shown = "" if bits is None else f", {bits:.4f} bits per byte"
@@ -209,8 +211,14 @@ class Loop:
         return True
 
     def _save(self, state: TrainState, done: int) -> None:
+        if distributed.is_first() and not (self.workdir / "config.json").exists():
+            raise RunFailed(
+                f"{self.workdir}: config.json is gone; the directory was removed or replaced while "
+                "the run was at work in it"
+            )
         mixture = self.setup.mixture
         extra = {
+            **self.origin,
             "config": self.config.to_dict(),
             "dataset": mixture.fingerprint,
             "tokenizer_hash": mixture.tokenizer_hash,
@@ -223,7 +231,8 @@ class Loop:
             "owes_validation": self.eval_is_due,
         }
         self.metrics.sync()
-        self.checkpointer.save(done, state, extra, self.validation_loss)
+        measure = self.setup.evaluator.measure
+        self.checkpointer.save(done, state, extra, self.comparable_loss, measure)
         self.last_save = time.monotonic()
         self.wishes.forget()
         distributed.progress(f"checkpoint {done}")

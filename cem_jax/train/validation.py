@@ -82,6 +82,12 @@ class Evaluator:
         self._sums = sums if mesh is None else in_mesh(mesh, sums)
 
     @property
+    def measure(self) -> str:
+        """What the common part of its evaluations is of; another's is not to be compared."""
+        windows = "all" if self._limit is None else f"{self._limit * self._batch}"
+        return f"{self.split}: {windows} windows of {self._config.data.context} tokens"
+
+    @property
     def batches(self) -> int:
         """Batches of one evaluation."""
         return sum(self._batches_of(source) for source in self._sources)
@@ -93,7 +99,19 @@ class Evaluator:
         *,
         whole: bool = False,
     ) -> dict[str, Any]:
-        """{loss, perplexity, bits_per_byte, tokens, bytes}, and {sources: {name: …}} of several.
+        """As `with_common`, without the common part."""
+        return self.with_common(parameters, report, whole=whole)[0]
+
+    def with_common(
+        self,
+        parameters: pure.Parameters,
+        report: Callable[[int], None] | None = None,
+        *,
+        whole: bool = False,
+    ) -> tuple[dict[str, Any], float]:
+        """What was found, and the loss of the part within `limit`, by which it is compared.
+
+        {loss, perplexity, bits_per_byte, tokens, bytes}, and {sources: {name: …}} of several.
 
         Sources are called by their directory or URL, and #name. `loss` is in nats a target and
         `tokens` counts targets. Bits per byte are Σ nats / ln 2 / UTF-8 bytes of the documents;
@@ -102,21 +120,20 @@ class Evaluator:
         """
         done = 0
         results = {}
+        common = [0.0, 0.0]
         for source in self._sources:
             nats, tokens = 0.0, 0.0
-            for batch_nats, batch_tokens in self._batch_sums(parameters, source, whole):
+            sums = self._batch_sums(parameters, source, whole)
+            for number, (batch_nats, batch_tokens) in enumerate(sums):
+                if self._limit is None or number < self._limit:
+                    common = [common[0] + batch_nats, common[1] + batch_tokens]
                 nats, tokens, done = nats + batch_nats, tokens + batch_tokens, done + 1
                 if report is not None:
                     report(done)
             split = source.split(self.split)
             size = split.bytes if int(tokens) == split.tokens - 1 else None
             results[source.name] = (nats, int(tokens), size)
-        described = {name: _described(*result) for name, result in results.items()}
-        if len(described) == 1:
-            return next(iter(described.values()))
-        nats, tokens, sizes = zip(*results.values(), strict=True)
-        size = None if None in sizes else sum(sizes)
-        return _described(sum(nats), sum(tokens), size) | {"sources": described}
+        return _together(results), common[0] / common[1]
 
     def _batch_sums(self, parameters, source: Dataset, whole: bool):
         """(nats, weight) of each batch, read a few batches late so that the device never waits."""
@@ -156,6 +173,16 @@ class Evaluator:
         if problems:
             raise UserError(*problems)
         return [part for part in mixture.parts(self.split) if part.split(self.split).tokens > 1]
+
+
+def _together(results: dict[str, tuple[float, int, int | None]]) -> dict[str, Any]:
+    """What is told of all sources, from each one's nats, tokens and bytes."""
+    described = {name: _described(*result) for name, result in results.items()}
+    if len(described) == 1:
+        return next(iter(described.values()))
+    nats, tokens, sizes = zip(*results.values(), strict=True)
+    size = None if None in sizes else sum(sizes)
+    return _described(sum(nats), sum(tokens), size) | {"sources": described}
 
 
 def _described(nats: float, tokens: int, size: int | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Going on with another batch, context or schedule: the rule, as it is told and as it is."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,15 +12,16 @@ from cem_jax.data.mixture import single
 from cem_jax.data.store import open_dataset
 from cem_jax.errors import UserError
 from cem_jax.train import loop, stepping
-from cem_jax.train.changes import changes, rule, windows_consumed
+from cem_jax.train.changes import changes, length, require_steps_left, rule, windows_consumed
 from cem_jax.train.metrics import read_metrics
 
+AT_3 = dict(step=3, tokens=3 * 4 * 32)
 SHORT = dict(model__layers=1, checkpoint__every=3, eval__every=100)
 
 
 def test_nothing_is_told_where_nothing_changed():
     config = tiny_config()
-    assert rule(3, 12, config, tiny_config(checkpoint__keep=5, mesh__fsdp=2)) == []
+    assert rule(AT_3, 12, config, tiny_config(checkpoint__keep=5, mesh__fsdp=2)) == []
     assert changes(config, tiny_config(optimizer__b1=0.8)) == {"optimizer.b1": (0.9, 0.8)}
 
 
@@ -33,7 +35,7 @@ def test_nothing_is_told_where_nothing_changed():
     ],
 )
 def test_the_rule_is_told_with_its_numbers(fields, told):
-    lines = rule(3, 12, tiny_config(), tiny_config(**fields))
+    lines = rule(AT_3, 12, tiny_config(), tiny_config(**fields))
     assert any(told in line for line in lines), lines
 
 
@@ -41,6 +43,27 @@ def test_the_rule_is_told_with_its_numbers(fields, told):
 def test_windows_of_another_length_go_on_after_as_many_tokens(context, number):
     extra = {"windows_consumed": 12, "config": {"data": {"context": 32}}}
     assert windows_consumed(extra, tiny_config(data__context=context)) == number
+
+
+@pytest.mark.parametrize(
+    ("batch", "end", "ahead"),
+    [(4, 8, 0.0), (8, 6, -2.0), (2, 12, 4.0), (16, 5, -3.0)],
+)
+def test_with_tokens_a_run_ends_when_they_are_seen(batch, end, ahead):
+    tokens = dict(train__steps=None, train__tokens=8 * 4 * 32, train__global_batch=batch)
+    assert length(tiny_config(**tokens), dict(step=4, tokens=4 * 4 * 32)) == (end, ahead)
+    assert length(tiny_config(**tokens), {}) == (32 // batch, 0.0)
+
+
+def test_the_rule_is_told_in_tokens():
+    tokens = dict(train__steps=None, train__tokens=8 * 4 * 32)
+    before, now = (tiny_config(**tokens, train__global_batch=batch) for batch in (4, 8))
+    at = dict(step=4, tokens=512)
+    lines = rule(at, 16, before, now)
+    assert any("at 512 of 1,024 tokens" in line and "step 6, was 8" in line for line in lines)
+    with pytest.raises(UserError, match=r"512 tokens, .*ends at 400 tokens; raise train.tokens"):
+        fewer = tiny_config(**(tokens | dict(train__tokens=400)))
+        require_steps_left(Path("run"), at, before, fewer)
 
 
 def test_a_run_goes_on_with_another_batch_and_schedule(dataset, tmp_path, monkeypatch):

@@ -120,8 +120,9 @@ def test_milestones_are_kept_for_ever(opened):
         checkpointer.save(step, make_state(step), {}, metric)
     checkpointer.wait()
     assert checkpointer.steps() == [2, 4, 8, 10]  # the best, two milestones, the newest
-    save_all(opened(keep=1, keep_best=False, keep_every=None), 11)
-    assert opened().steps() == [11]  # once nobody wants them
+    for keep_every, step in ((None, 11), (3, 13)):  # dropped, changed
+        save_all(opened(keep=1, keep_best=False, keep_every=keep_every), step)
+        assert opened().steps() == [4, 8, step]
 
 
 def test_nothing_goes_before_the_new_save_is_complete(opened):
@@ -190,6 +191,8 @@ def test_info_is_plain_json(opened, tmp_path):
     assert json.loads(text) == {
         "step": 3,
         "metric": None,
+        "measure": None,
+        "milestone": False,
         "arrays": {"w": "float32[2, 3]"},
         "extra": {"a": 1},
     }

@@ -10,7 +10,7 @@ from tiny import tiny_config
 
 from cem_jax.errors import UserError
 from cem_jax.train import loop
-from cem_jax.train.initial import initialised_from
+from cem_jax.train.initial import initialised_from, require_origin
 from cem_jax.train.metrics import read_metrics
 from cem_jax.train.run import Run
 from cem_jax.train.setup import fresh_state, prepare_run
@@ -76,13 +76,32 @@ def test_the_new_run_records_it_and_resumes_without(dataset, origin, tmp_path):
     event = read_metrics(workdir)[0]
     assert (event["step"], event["event"], event["from"]) == (0, "initialised", str(origin))
     assert json.loads((workdir / "config.json").read_text())["seed"] == 3
-    assert loop.train(config, workdir, init_from=str(origin), stream=io.StringIO()) == first
+    told = io.StringIO()
+    assert loop.train(config, workdir, init_from=str(origin), stream=told) == first
+    assert f"--init-from {origin} is not read again" in told.getvalue()
+    assert loop.train(config, workdir, stream=io.StringIO()) == first
+    with pytest.raises(UserError, match=f"it began with {origin}; leave --init-from out"):
+        loop.train(config, workdir, init_from=str(tmp_path), stream=io.StringIO())
+
+
+def test_a_run_that_began_afresh_is_not_begun_again_with_another(dataset, origin, tmp_path):
+    config = tiny_config(data__path=str(dataset), **SHORT)
+    with pytest.raises(UserError, match=r"has a checkpoint .* began with fresh parameters"):
+        loop.train(config, origin, init_from=str(tmp_path))
+    require_origin(origin, {}, str(tmp_path), [].append)  # of a run that recorded nothing
+
+
+def test_an_export_is_to_be_imported_first(dataset, tmp_path):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"cem import --input .*/export --workdir RUN"):
+        begun(dataset, tmp_path / "export")
 
 
 def test_no_run_there(dataset, tmp_path):
     with pytest.raises(UserError, match=r"no complete checkpoint in .*nowhere"):
         loop.train(
-            tiny_config(data__path=str(dataset), **SHORT), tmp_path / "run",
+            tiny_config(data__path=str(dataset), **SHORT), tmp_path / "p" / "q" / "run",
             init_from=str(tmp_path / "nowhere"),
         )  # fmt: skip
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "p").exists()

@@ -15,7 +15,7 @@ from cem_jax.train import loop, stepping
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.metrics import read_metrics
 from cem_jax.train.run import Run
-from cem_jax.train.rundir import only_writer, with_absolute_paths
+from cem_jax.train.rundir import only_writer, require_nothing_lost, with_absolute_paths
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +211,65 @@ def test_a_directory_that_cannot_be_made_is_said(dataset, tmp_path):
     for workdir in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=r"--workdir .* cannot be made"):
             loop.train(tiny_config(data__path=str(dataset)), workdir)
+
+
+def lose_lists(run):
+    for path in run.glob("checkpoints/*/checksums.sha256"):
+        path.unlink()
+    return "these were complete once, and have no checksums.sha256 now: 6, 8"
+
+
+def lose_checkpoints(run):
+    shutil.rmtree(run / "checkpoints")
+    return "tells of step 8"
+
+
+def put_a_file_there(run):
+    lose_checkpoints(run)
+    (run / "checkpoints").write_text("")
+    return "checkpoints: is a file"
+
+
+@pytest.mark.parametrize("lose", [lose_lists, lose_checkpoints, put_a_file_there])
+def test_a_run_that_lost_its_checkpoints_does_not_begin_again(lose, dataset, whole, tmp_path):
+    run = shutil.copytree(whole[0], tmp_path / "run")
+    message = lose(run)
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    with pytest.raises(UserError, match=message):
+        loop.train(tiny_config(data__path=str(dataset)), run)
+    assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+
+
+def test_what_no_save_has_ended_may_begin_again(tmp_path):
+    (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
+    write = '{"step": %d, "kind": "train"}\n'
+    (tmp_path / "metrics.jsonl").write_text("".join(write % step for step in range(1, 7)))
+    require_nothing_lost(tmp_path, [], tiny_config())  # a save after 3 steps, another after 6
+    (tmp_path / "metrics.jsonl").write_text(write % 7)
+    with pytest.raises(UserError, match="tells of step 7"):
+        require_nothing_lost(tmp_path, [], tiny_config())
+
+
+def test_a_run_directory_that_goes_while_the_run_is_in_it(dataset, tmp_path, monkeypatch):
+    unpatched = stepping.Loop._save
+
+    def save(self, state, done):
+        if done == 3:
+            (tmp_path / "run").rename(tmp_path / "away")
+            (tmp_path / "run").mkdir()
+        unpatched(self, state, done)
+
+    monkeypatch.setattr(stepping.Loop, "_save", save)
+    with pytest.raises(RunFailed, match=r"config.json is gone; the directory was removed"):
+        loop.train(tiny_config(data__path=str(dataset)), tmp_path / "run")
+
+
+def test_the_final_checkpoint_competes_by_what_the_others_were_measured_by(whole):
+    with Checkpointer(whole[0] / "checkpoints", keep=2, keep_best=True) as checkpoints:
+        final = checkpoints.describe(8)
+    lines = [line for line in read_metrics(whole[0]) if line["kind"] == "eval"]
+    assert final["measure"] == "validation: 8 windows of 32 tokens"
+    assert lines[-1]["tokens"] > 8 * 32 and final["metric"] != lines[-1]["loss"]
 
 
 def test_training_learns(whole):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cem_jax.errors import UserError
+from cem_jax.errors import RunFailed, UserError
 from cem_jax.train.metrics import MetricsWriter, read_metrics
+from cem_jax.train.places import write_whole
 
 
 def write(folder, resume_step, *steps, tensorboard=False):
@@ -95,6 +96,27 @@ def test_a_foreign_line_is_named(tmp_path, line):
     assert file.read_text() == before
     with pytest.raises(UserError, match="cannot be read"):
         read_metrics(tmp_path / "absent.jsonl")
+
+
+def test_a_full_disk_is_told_by_the_files_name(tmp_path):
+    with (
+        pytest.raises(RunFailed, match=r"metrics\.jsonl: cannot be written: No space left"),
+        MetricsWriter(tmp_path, tensorboard=False, resume_step=0) as writer,
+    ):
+        writer._file._file.close()
+        writer._file._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 (closed with it)
+        writer.write("train", 1, loss=2.0)
+
+
+def test_what_may_not_be_written_is_the_users_to_put_right(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "config.json").mkdir()
+    for path in (tmp_path / "file" / "config.json", tmp_path / "config.json"):
+        with pytest.raises(UserError, match=r"config\.json: cannot be written: "):
+            write_whole(path, b"{}")
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "file"]
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written: "):
+        MetricsWriter(tmp_path / "file", tensorboard=False, resume_step=0)
 
 
 def test_lines_survive_a_kill(tmp_path):

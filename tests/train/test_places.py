@@ -178,3 +178,8 @@ def test_a_run_is_killed_resumed_and_read(store, dataset, tmp_path):
 def test_urls_of_another_kind_are_refused():
     with pytest.raises(UserError, match="ftp://host/run: runs are kept in directories, gs:// and"):
         place("ftp://host/run")
+
+
+def test_a_local_url_is_named_without_its_prefix():
+    with pytest.raises(UserError, match=r"file:///a/run: a local .* without the prefix: /a/run"):
+        place("file:///a/run")

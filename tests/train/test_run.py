@@ -103,3 +103,17 @@ def test_parameters_of_another_architecture(workdir):
     (workdir / "config.json").write_text(json.dumps(changed.to_dict()))
     with pytest.raises(UserError, match="holds another model's state"):
         Run.open(workdir).parameters()
+
+
+@pytest.mark.parametrize("text", ["null", "[1]", "3"])
+def test_a_config_that_is_json_but_no_configuration(workdir, text):
+    (workdir / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json: expected sections of fields"):
+        Run.open(workdir)
+
+
+def test_a_directory_in_place_of_the_config(workdir):
+    (workdir / "config.json").unlink()
+    (workdir / "config.json").mkdir()
+    with pytest.raises(UserError, match=r"config\.json: cannot be read: Is a directory"):
+        Run.open(workdir)

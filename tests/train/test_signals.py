@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import tiny_config
+from tiny import BASE, FIELDS, tiny_config
 from undisturbed import assert_same_run
 
 from cem_jax.train import checkpoint, loop, stepping
@@ -148,6 +149,22 @@ def test_a_signal_saves_and_ends(phase, at, status, dataset, whole, tmp_path):
     assert loop.train(config, run)["step"] == 6
     assert_same_run(run, whole, config)
     assert read_metrics(run)[-1]["kind"] == "eval"
+
+
+def test_a_signal_while_the_processes_meet_ends_one_soon(dataset, tmp_path):
+    command = [sys.executable, "-m", "cem_jax", "train", "--config", BASE, "--workdir"]
+    fields = FIELDS | {"data.path": str(dataset)}
+    command += [str(tmp_path / "run"), *(f"--config.{k}={v}" for k, v in fields.items())]
+    with socket.create_server(("localhost", 0)) as port:  # nobody answers there
+        address = f"localhost:{port.getsockname()[1]}"
+        command += ["--coordinator", address, "--processes", "2", "--process", "1"]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        with port.accept()[0]:
+            process.send_signal(TERM)
+            began = time.monotonic()
+            told = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and time.monotonic() - began < 6
+    assert "SIGTERM before the first step" in told and "Traceback" not in told
 
 
 COMPILING = """

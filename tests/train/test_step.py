@@ -88,6 +88,16 @@ def test_learning_rate_warms_up_and_decays_to_its_share():
     assert learning_rate(jnp.int32(0), config, 1) > 0  # a run of one step learns
 
 
+def test_learning_rate_goes_on_at_the_share_that_was_seen():
+    config = tiny_config(optimizer__warmup_fraction=0.1).optimizer
+    rate = lambda step, total, ahead=0.0: float(
+        learning_rate(jnp.int32(step), config, total, ahead)
+    )
+    # 50 of 100 steps, then twice as large ones: 25 more, as in a run of 50 such from its 25th on
+    for step in range(50, 75):
+        np.testing.assert_allclose(rate(step, 75, -25.0), rate(step - 25, 50), rtol=1e-6)
+
+
 def test_decay_reaches_matrices_and_embeddings_only():
     config = tiny_config()
     mask = decay_mask(config.optimizer, config.model)
