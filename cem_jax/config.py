@@ -157,10 +157,7 @@ class TrainConfig:
         return self.global_batch // (self.microbatch or self.global_batch)
 
     def total_steps(self, tokens_per_step: int, surplus: int = 0) -> int:
-        """Updates of the whole run. Raises UserError when the config does not say how long.
-
-        `surplus`: tokens that were seen beyond those of as many steps as they are now.
-        """
+        """As of `Config`; `surplus`: tokens seen beyond those of as many steps as they are now."""
         if self.steps is not None:
             return self.steps
         if self.tokens is None:

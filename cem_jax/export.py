@@ -28,9 +28,8 @@ from cem_jax.model import pure
 from cem_jax.train.integrity import write_checksums
 from cem_jax.train.naming import named_leaves
 from cem_jax.train.run import Run
-from cem_jax.train.rundir import read_config, write_run_files
+from cem_jax.train.rundir import EXPORTED, read_config, write_run_files
 
-WEIGHTS = "model.safetensors"
 METADATA = "cem_jax"  # one key: the library writes several in any order
 _PARTIAL = ".cem.partial"  # the working directory within one that is there
 
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     with made_whole(output) as partial:
         write_run_files(epath.Path(partial), read_config(run.workdir), tokenizer.model_bytes)
-        _write_weights(partial / WEIGHTS, layer_by_layer(parameters), metadata)
+        _write_weights(partial / EXPORTED, layer_by_layer(parameters), metadata)
         write_checksums(epath.Path(partial))
     files = sorted(path.name for path in output.iterdir())
     count = pure.count(run.config.model)

@@ -18,12 +18,12 @@ from etils import epath
 from cem_jax.config import Config
 from cem_jax.data.tokenizer import Tokenizer
 from cem_jax.errors import UserError
-from cem_jax.export import METADATA, WEIGHTS, made_whole, new_directory
+from cem_jax.export import METADATA, made_whole, new_directory
 from cem_jax.model import pure
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.integrity import LIST_NAME, find_damage
 from cem_jax.train.naming import describe, named_leaves, nested
-from cem_jax.train.rundir import read_config, write_run_files
+from cem_jax.train.rundir import EXPORTED, read_config, write_run_files
 
 _SHOWN = 20  # problems told one by one
 _LAST_STEP = 2**31 - 1  # a run counts its steps in 32 bits
@@ -40,15 +40,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _require_files(source)
     config = read_config(epath.Path(source))
     tokenizer = Tokenizer.load(source / "tokenizer.model")
-    arrays, metadata = read_weights(source / WEIGHTS)
-    step = _step(metadata, str(source / WEIGHTS))
+    arrays, metadata = read_weights(source / EXPORTED)
+    step = _step(metadata, str(source / EXPORTED))
     if metadata.get("tokenizer_hash") not in (None, tokenizer.hash):
         raise UserError(
-            f"{source / 'tokenizer.model'} is {tokenizer.hash}, but {WEIGHTS} was trained with "
+            f"{source / 'tokenizer.model'} is {tokenizer.hash}, but {EXPORTED} was trained with "
             f"{metadata['tokenizer_hash']}"
         )
-    parameters = stacked(arrays, config, str(source / WEIGHTS))
-    _require_finite(arrays, str(source / WEIGHTS))
+    parameters = stacked(arrays, config, str(source / EXPORTED))
+    _require_finite(arrays, str(source / EXPORTED))
     extra = {
         "config": config.to_dict(),
         "tokenizer_hash": tokenizer.hash,
@@ -144,7 +144,7 @@ def _parts(name: str, leaf: jax.ShapeDtypeStruct) -> list[tuple[str, jax.ShapeDt
 
 
 def _require_files(source: Path) -> None:
-    names = (WEIGHTS, "config.json", "tokenizer.model")
+    names = (EXPORTED, "config.json", "tokenizer.model")
     missing = [name for name in names if not (source / name).is_file()]
     if missing:
         raise UserError(

@@ -9,10 +9,10 @@ from etils import epath
 
 from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
-from cem_jax.export import WEIGHTS
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.naming import describe, named_leaves, nested
 from cem_jax.train.places import place
+from cem_jax.train.rundir import EXPORTED
 from cem_jax.train.setup import Setup, fresh_state
 from cem_jax.train.step import TrainState
 
@@ -32,7 +32,7 @@ def initialised_from(
       UserError: `origin` has no sound checkpoint, or not one parameter agrees.
     """
     workdir = place(origin)
-    if (workdir / WEIGHTS).exists() and not (workdir / "checkpoints").exists():
+    if (workdir / EXPORTED).exists() and not (workdir / "checkpoints").exists():
         raise UserError(
             f"--init-from {origin}: holds what `cem export` wrote, not a run; make one of it by "
             f"`cem import --input {origin} --workdir RUN`, and begin with that"

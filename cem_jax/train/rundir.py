@@ -26,6 +26,7 @@ from cem_jax.train.integrity import LIST_NAME
 from cem_jax.train.metrics import FILE_NAME, read_metrics
 from cem_jax.train.places import write_whole
 
+EXPORTED = "model.safetensors"  # what an export has, and no run
 # Places, which may differ between the machines of a run.
 LOCAL_FIELDS = ("data.path", "data.mixture", "log.compile_cache")
 _PACKAGE = Path(__file__).resolve().parents[1]
