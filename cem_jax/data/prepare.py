@@ -126,7 +126,7 @@ def _missing_splits(
         why = (
             f"{named.path} lies in a folder that stands for {named.split}"
             if named
-            else (f"all documents went to the validation split ({fraction:.2%} by hash)")
+            else f"all documents went to the validation split ({fraction:.2%} by hash)"
         )
         yield f"there is no training split: {why}"
     if not fraction or "validation" in description["splits"]:

@@ -27,7 +27,7 @@ from cem_jax.kernels.attention import (
     target_platform,
 )
 from cem_jax.kernels.cached import attend_cached
-from cem_jax.kernels.inputs import CONTEXTS, Inputs, Plan, number, validated
+from cem_jax.kernels.inputs import Inputs, Plan, check_context, number, validated
 from cem_jax.kernels.linear import project, readout, weight_gradient
 from cem_jax.kernels.partition import lay_out, split_in_use, whole_rows
 
@@ -103,8 +103,7 @@ def attend(
     [*B J K D]. o and a are float32, or float64 for float64 inputs.
     """
     inputs = validated(q, k, g, h, slopes, self_bias, segments, v)
-    if context not in CONTEXTS:
-        raise ValueError(f"context must be one of {', '.join(CONTEXTS)}; got {context!r}")
+    check_context(context)
     if context != "none" and h is None:
         raise ValueError(f"context={context!r} averages h, which is not given")
     plan = _plan(tau, context, implementation, block_sizes, interpret)

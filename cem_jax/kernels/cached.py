@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels.inputs import CONTEXTS, accumulator
+from cem_jax.kernels.inputs import accumulator, check_context
 
 
 def attend_cached(
@@ -32,8 +32,7 @@ def attend_cached(
     new, length = q.shape[1], k.shape[1]
     if not isinstance(start, jax.core.Tracer) and not 0 <= int(start) <= length - new:
         raise ValueError(f"{new} positions from {start} on do not fit a cache of {length}")
-    if context not in CONTEXTS:
-        raise ValueError(f"context must be one of {', '.join(CONTEXTS)}; got {context!r}")
+    check_context(context)
     dtype = accumulator(q.dtype)
     product = dict(preferred_element_type=dtype)
     s_BKNC = jnp.einsum("bnkr,bckr->bknc", q, k, **product)

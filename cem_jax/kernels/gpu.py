@@ -45,15 +45,15 @@ def forward(inputs: Inputs, plan: Plan):
         return forward_by_head(forward, inputs, plan)
     operands, common_B1J = _scored(inputs, plan)
     lse, o = attend(operands, task("forward", inputs, plan))
-    if plan.context == "none":
-        return lse + common_B1J, o, None
-    how = task("sums", inputs, plan)
-    (p_BPP,) = head_sums(
-        operands._replace(lse=LOG2E * lse), how, derivative=False, probability=True
-    )
-    a = weighted_sums(
-        [(p_BPP, inputs.h)], jnp.float32, product("sums", inputs, plan), over_queries=False
-    )
+    a = None
+    if plan.context != "none":
+        how = task("sums", inputs, plan)
+        (p_BPP,) = head_sums(
+            operands._replace(lse=LOG2E * lse), how, derivative=False, probability=True
+        )
+        a = weighted_sums(
+            [(p_BPP, inputs.h)], jnp.float32, product("sums", inputs, plan), over_queries=False
+        )
     return lse + common_B1J, o, a
 
 

@@ -51,18 +51,16 @@ def common_score(a_BJD, b_BJD, scale: float):
     What a row's scores have in common: beside it, little is left for a short type to hold. What
     comes after a position takes no part in it.
     """
-    side, positions = square(a_BJD.shape[1]), a_BJD.shape[1]
-    squares = pl.cdiv(positions, side)
-    missing = ((0, 0), (0, squares * side - positions), (0, 0))
-    cut = lambda x: jnp.pad(x.astype(jnp.float32), missing).reshape(
-        x.shape[0], squares, side, x.shape[-1]
-    )
+    batch, positions, dim = a_BJD.shape
+    side, padded = square(positions), padded_positions(positions)
+    squares, missing = padded // side, ((0, 0), (0, padded - positions), (0, 0))
+    cut = lambda x: jnp.pad(x.astype(jnp.float32), missing).reshape(batch, squares, side, dim)
     b_BXSD = cut(b_BJD)
     before_BXD = jnp.cumsum(b_BXSD.sum(2), 1)[:, :-1]
     before_BXD /= (side * jnp.arange(1, squares, dtype=jnp.float32))[None, :, None]
     mean_BXD = jnp.concatenate([b_BXSD[:, :1, 0], before_BXD], 1)
     common_BXS = jnp.einsum("bxsd,bxd->bxs", cut(a_BJD), mean_BXD, precision="highest")
-    return scale * common_BXS.reshape(a_BJD.shape[0], -1)[:, :positions]
+    return scale * common_BXS.reshape(batch, padded)[:, :positions]
 
 
 def pair_scores(a_BJD, b_BJD, scale: float, dtype, how: Product, offset_BJ=None):

@@ -40,6 +40,12 @@ def accumulator(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def check_context(context: str) -> None:
+    """Raises ValueError unless it is one of CONTEXTS."""
+    if context not in CONTEXTS:
+        raise ValueError(f"context must be one of {', '.join(CONTEXTS)}; got {context!r}")
+
+
 def number(tau) -> float:
     """`tau` as a Python float, which no array is promoted by."""
     if isinstance(tau, jax.core.Tracer):

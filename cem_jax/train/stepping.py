@@ -35,7 +35,7 @@ class Loop:
         self.checkpointer, self.metrics, self.stop = checkpointer, metrics, stop
         self.total, ahead = length(config, extra)
         self.loss: float | None = extra.get("loss")
-        self.origin = {name: extra[name] for name in (ORIGIN,) if name in extra}
+        self.origin = {ORIGIN: extra[ORIGIN]} if ORIGIN in extra else {}
         # what the steps so far had more than steps as they are now: the batch may have changed
         self.tokens_before = surplus(config, extra)
         self.comparable_loss: float | None = None
