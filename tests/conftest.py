@@ -1,4 +1,5 @@
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -7,6 +8,9 @@ import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A shell starts its background jobs without SIGINT; whatever tests start would be without it too
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -89,8 +89,6 @@ def started(arguments, **variables):
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # a shell cannot trap what it was started without, as these tests are in a job of a shell
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as running:
         try:
             yield running
