@@ -143,7 +143,9 @@ def test_a_signal_saves_and_ends(phase, at, status, dataset, whole, tmp_path):
                 loop.train(config, run)
             assert ended.value.code == status
             with Checkpointer(run / "checkpoints", keep=9, keep_best=True) as found:
-                assert found.latest_step() in (at, at + 1)
+                # a save may take as long as the steps until the next one, which waits for it
+                late = SHORT["checkpoint__every"] if phase is while_saving else 1
+                assert at <= found.latest_step() <= at + late
         else:
             assert loop.train(config, run)["step"] == 6
     assert loop.train(config, run)["step"] == 6
