@@ -17,6 +17,12 @@ ATTENTION = {"model.attention.kind", "model.attention.preconditioner", *CEM}
 MLP = {"model.mlp.kind", "model.mlp.preconditioner"}
 STEPS_A, STEPS_M = "model.attention.steps", "model.mlp.steps"
 FULL = {"model.attention.kind", "model.mlp.kind", STEPS_A, STEPS_M, *CEM}
+STEP_SIZES = {
+    f"model.{sublayer}.{name}"
+    for sublayer in ("attention", "mlp")
+    for name in ("step_size", "learn_step_size")
+}
+EITHER = ATTENTION | MLP | {STEPS_A, STEPS_M} | STEP_SIZES  # one of the sublayers is CEM's
 
 # figure: fields that differ from Llama in some arm, and fields in which the CEM arms differ
 SAYS = {
@@ -43,6 +49,7 @@ SAYS = {
         {"model.norm_gradient", "model.residual"},
     ),
     "ours_position": (ATTENTION | {STEPS_A}, {"model.attention.position"}),
+    "ours_step_size": (EITHER, EITHER),
     "ours_steps": (FULL, {STEPS_A, STEPS_M}),
     "ours_test_steps": (FULL, set()),
 }
