@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from cem_jax import arguments
 from cem_jax.arguments.common import local_path
+from cem_jax.console import lasting
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.overrides import split_flags
 
@@ -45,9 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
     if os.getpid() == 1:  # as in a container, where a signal without a handler is ignored
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with lasting():
+        return _status(sys.argv[1:] if argv is None else argv)
+
+
+def _status(argv: Sequence[str]) -> int:
     try:
-        args = parse_arguments(sys.argv[1:] if argv is None else argv)
-        return _dispatch(args)
+        return _dispatch(parse_arguments(argv))
     except UserError as error:
         _complain(*error.messages)
         return 2
@@ -55,17 +60,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return 1
     except KeyboardInterrupt:
-        _complain("interrupted")
-        return 130
+        return _interrupted()
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         _drop_output()
         return 1
     except Exception as error:
+        if _came_of_ctrl_c(error):
+            return _interrupted()
         if isinstance(error, OSError) and error.filename is None and _output_fails():
             _complain(f"standard output cannot be written: {error.strerror}")
         else:
             traceback.print_exc()
         return 1
+
+
+def _came_of_ctrl_c(error: BaseException | None) -> bool:
+    """Modules in C make an ImportError of a KeyboardInterrupt that came while they were loaded."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _interrupted() -> int:
+    _complain("interrupted")
+    return 130
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

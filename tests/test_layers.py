@@ -21,6 +21,7 @@ LIBRARY = {"kernels", "energy", "model", "train", "data", "parallel", "experimen
 ALLOWED = {
     "root": set(),
     "errors": set(),
+    "console": set(),
     "kernels": set(),
     "energy": {"kernels"},
     "config": {"errors"},
@@ -33,7 +34,7 @@ ALLOWED = {
 ALLOWED["experiments"] = {*ALLOWED, "commands"}
 ALLOWED["commands"] = {*ALLOWED, "experiments"}
 ALLOWED["arguments"] = {"errors", "config"}
-ALLOWED["cli"] = {"arguments", "errors", "config"}
+ALLOWED["cli"] = {"arguments", "console", "errors", "config"}
 ALLOWED["main"] = {"cli"}
 
 # Files that take plain arguments, so that they can be used without a configuration.
@@ -45,7 +46,7 @@ def layer(module):
     first = module.split(".")[1] if "." in module else ""
     if first in CONFIG:
         return "config"
-    if first in LIBRARY or first in {"cli", "arguments"}:
+    if first in LIBRARY or first in {"cli", "arguments", "console"}:
         return first
     return {"": "root", "__main__": "main"}.get(first, "commands")
 

@@ -6,7 +6,6 @@ process without any communication.
 
 import atexit
 import json
-import sys
 import time
 import traceback
 from collections import deque
@@ -23,7 +22,7 @@ from cem_jax.errors import RunFailed, UserError
 from cem_jax.parallel.cluster import Cluster
 from cem_jax.parallel.mesh import MESH_AXES
 from cem_jax.parallel.rendezvous import meet, numbered, whoami
-from cem_jax.parallel.watchdog import Watchdog, end_at_once
+from cem_jax.parallel.watchdog import Watchdog, complain, end_at_once
 
 _CONNECT_SECONDS = 120  # all processes are known to be there
 _HEARTBEAT_SECONDS = 100  # after which XLA takes a silent process for dead
@@ -155,7 +154,7 @@ def leave(code: int, line: str) -> NoReturn:
     """Say `line` and end this process at once, from any thread; the others end as well."""
     if _session is not None:
         _session.watchdog.abandon(line, code=code)
-    print(f"cem: error: {line}", file=sys.__stderr__, flush=True)
+    complain(line)
     end_at_once(code)
 
 

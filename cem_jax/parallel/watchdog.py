@@ -69,7 +69,7 @@ class Watchdog:
         if not self._ending.acquire(blocking=False):
             time.sleep(3600)  # another thread is at it
         for line in lines:
-            print(f"cem: error: process {self._process}: {line}", file=sys.__stderr__, flush=True)
+            complain(f"process {self._process}: {line}")
         if tell:
             self.tell_failure(code, "; ".join(lines))
             self.linger()
@@ -146,6 +146,12 @@ class Watchdog:
         if entries is None:
             return None
         return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries}
+
+
+def complain(line: str) -> None:
+    """An error's line, from any thread, whether or not anybody reads it."""
+    with contextlib.suppress(OSError):
+        print(f"cem: error: {line}", file=sys.__stderr__, flush=True)
 
 
 def end_at_once(code: int) -> NoReturn:

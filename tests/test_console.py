@@ -1,0 +1,63 @@
+"""Streams that are closed, full or unread, and Ctrl-C while modules are loaded."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cem_jax import cli
+
+SCRIPT = """
+import sys, types, cem_jax.cli as cli
+def run(args):
+    print("progress", file=sys.stderr, flush=True)
+    open(sys.argv[1], "w").write("done")
+    return {"step": 3}
+sys.modules["cem_jax.demo"] = types.SimpleNamespace(run=run)
+sys.exit(cli.main(["demo", "--json"]))
+"""
+
+
+def in_shell(redirections, result):
+    """(exit status, standard output) of a command that says something and works on."""
+    line = f'"$0" -c "$1" "$2" {redirections}'
+    done = subprocess.run(
+        ["bash", "-c", line, sys.executable, SCRIPT, result], stdout=subprocess.PIPE, text=True
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    "to",
+    [
+        "2>&-",
+        pytest.param(
+            "2>/dev/full",
+            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here"),
+        ),
+        "2> >(exec true; sleep 1)",
+        "<&- 2>&-",
+    ],
+)
+def test_progress_that_nobody_reads_ends_nothing(to, tmp_path):
+    status, out = in_shell(to, tmp_path / "result")
+    assert (status, out) == (0, '{"step": 3}\n')
+    assert (tmp_path / "result").read_text() == "done"
+
+
+def test_a_closed_standard_output_takes_nothing_and_hurts_no_file(tmp_path):
+    assert in_shell(">&-", tmp_path / "result") == (0, "")
+    assert (tmp_path / "result").read_text() == "done"
+
+
+def test_an_interrupted_import_is_an_interruption(monkeypatch, capsys):
+    def run(name):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+
+    monkeypatch.setattr(cli.importlib, "import_module", run)
+    assert cli.main(["demo"]) == 130
+    assert capsys.readouterr().err == "cem: error: interrupted\n"
