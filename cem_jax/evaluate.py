@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         mlp_steps=args.mlp_steps,
     )
     parameters, step = run.parameters(args.step)
-    progress = _Progress(evaluator.batches, sys.stderr)
+    progress = _Progress(evaluator.batches(), sys.stderr)
     result = evaluator(parameters, progress.report)
     result |= {"step": step, "split": split, "seconds": progress.seconds}
     _print(result, sys.stderr if args.json else sys.stdout)

@@ -127,7 +127,7 @@ def test_it_compiles_once(config, dataset):
     second = evaluator(tiny_parameters(config, seed=2))
     assert first["loss"] != second["loss"]
     assert evaluator._sums._cache_size() == 1
-    assert reported == list(range(1, evaluator.batches + 1))
+    assert reported == list(range(1, evaluator.batches() + 1))
 
 
 def test_on_a_mesh(config, dataset):

@@ -2,8 +2,8 @@
 
 A run whose batch, context or schedule changed goes on with its parameters, its optimizer state and
 its step. With train.steps, it ends at that step, and the learning rate is the new schedule's at the
-step it is at. With train.tokens, it ends at the step by which so many tokens were seen, and the
-learning rate is the new schedule's at the share of them that were. The data go on at the first
+step it is at. With train.tokens, it ends at the step nearest to so many tokens, and the learning
+rate is the new schedule's at the share of them that were seen. The data go on at the first
 window that was not consumed; windows of another length as many tokens into their order.
 """
 
@@ -63,7 +63,8 @@ def check_same_run(workdir: epath.Path, config: Config) -> Config:
     if present is None:
         if folder.exists():
             raise UserError(
-                f"{workdir}: has checkpoints/ but no config.json; use another --workdir"
+                f"{workdir}: has checkpoints/ but no config.json; put it back (each checkpoint's "
+                f"info/metadata holds its fields, under extra), or use another --workdir"
             )
         return config
     changed = [d for d in differences(present, config) if _kind(d) == "fixed"]

@@ -138,12 +138,13 @@ class Checkpointer:
           RunFailed: this or the previous save could not be written.
         """
         self.wait()
+        step = int(step)
         arrays = {name: as_array(name, leaf) for name, leaf in named_leaves(state).items()}
         info = {
-            "step": int(step),
+            "step": step,
             "metric": _finite(metric),
             "measure": measure,
-            "milestone": self._is_multiple(step),
+            "milestone": bool(self._is_multiple(step)),
             "arrays": {name: describe(array) for name, array in arrays.items()},
             "extra": json.loads(json.dumps(dict(extra), allow_nan=False)),
         }

@@ -10,6 +10,7 @@ from etils import epath
 from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
 from cem_jax.train.checkpoint import Checkpointer
+from cem_jax.train.metrics import FILE_NAME, read_metrics
 from cem_jax.train.naming import describe, named_leaves, nested
 from cem_jax.train.places import place
 from cem_jax.train.rundir import EXPORTED
@@ -37,6 +38,8 @@ def initialised_from(
             f"--init-from {origin}: holds what `cem export` wrote, not a run; make one of it by "
             f"`cem import --input {origin} --workdir RUN`, and begin with that"
         )
+    if not (workdir / "checkpoints").is_dir():
+        raise UserError(f"--init-from {origin}: {_no_run(workdir)}")
     ours = {_PARAMS + name: leaf for name, leaf in named_leaves(setup.state.params).items()}
     with Checkpointer(workdir / "checkpoints", keep=1, keep_best=False) as checkpoints:
         step = checkpoints.newest_sound()
@@ -93,8 +96,34 @@ def require_origin(
     say(f"the run in {workdir} goes on; --init-from {init_from} is not read again")
 
 
+def require_no_origin(workdir: epath.Path) -> None:
+    """Of a run without a checkpoint that is begun again with fresh parameters.
+
+    Raises:
+      UserError: it was begun with those of another run.
+    """
+    path = workdir / FILE_NAME
+    lines = read_metrics(workdir) if path.exists() else []
+    origins = [line["from"] for line in lines if line.get("event") == "initialised"]
+    if origins:
+        raise UserError(
+            f"{workdir}: the run was begun with --init-from {origins[-1]} and has no checkpoint "
+            "yet; give --init-from again, or use another --workdir"
+        )
+
+
 def _real(path: str) -> str:
     return path if is_url(path) else os.path.realpath(path)
+
+
+def _no_run(path: epath.Path) -> str:
+    """What there is in place of a run's directory."""
+    if not path.exists():
+        return "no such directory"
+    for folder in path.parents[:2]:
+        if (folder / "checkpoints").is_dir():
+            return f"not a run, but a part of one; name the run's directory, {folder}"
+    return "not the directory of a run: there is no checkpoints/ in it"
 
 
 def _unlike(ours: dict[str, Any], theirs: dict[str, str]) -> list[str]:

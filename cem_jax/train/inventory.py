@@ -12,8 +12,10 @@ from cem_jax.train.integrity import Damage, find_damage, is_whole
 from cem_jax.train.places import doomed, entries
 
 INFO_FILE = "info/metadata"
-NAME = re.compile(r"(\d+)(\.replaced)?")  # .replaced: set aside while its step is saved again
-LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|removed)")
+NAME = re.compile(
+    r"(0|[1-9][0-9]*)(\.replaced)?"
+)  # .replaced: set aside while its step is saved again
+LEFTOVER = re.compile(r"[0-9]+\.(orbax-checkpoint-tmp.*|removed)")
 
 
 class Inventory:

@@ -26,7 +26,7 @@ from cem_jax.train.changes import (
     windows_consumed,
 )
 from cem_jax.train.checkpoint import Checkpointer
-from cem_jax.train.initial import ORIGIN, initialised_from, require_origin
+from cem_jax.train.initial import ORIGIN, initialised_from, require_no_origin, require_origin
 from cem_jax.train.metrics import MetricsWriter, SilentMetrics
 from cem_jax.train.places import place
 from cem_jax.train.rundir import (
@@ -100,23 +100,25 @@ def _train(config: Config, workdir: epath.Path, init_from, stream, say, stop) ->
             print(f"finished: {workdir} is at step {start} of {total}", file=stream)
             return _result(start, extra.get("loss"), saved)
         # Before config.json: what the old lines prove was saved, its checkpoint.every tells.
-        with _metrics(workdir, config, start) as metrics:
+        due = ("eval",) if owes_validation else ()
+        with _metrics(workdir, config, start, due) as metrics:
+            # before config.json too: a run without it has not begun
+            if origin is not None:
+                metrics.write("event", start, event="initialised", **origin)
             if distributed.is_first():
                 write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
             distributed.await_file(workdir / "config.json")
             loop = Loop(setup, workdir, saved, metrics, stream, stop, extra)
             loop.announce(start)
-            _record(extra, consumed, before, config, origin, metrics, say)
+            _record(extra, consumed, before, config, metrics, say)
             loss = loop.run(state, start, owes_validation)
         saved.wait()
         return _result(total, loss, saved)
 
 
-def _record(extra, consumed: int, before, config: Config, origin, metrics, say) -> None:
-    """Tells and writes down where the parameters come from, or what is not as before."""
+def _record(extra, consumed: int, before, config: Config, metrics, say) -> None:
+    """Tells and writes down what is not as before."""
     start = extra.get("step", 0)
-    if origin is not None:
-        metrics.write("event", start, event="initialised", **origin)
     if not start:
         return
     for line in rule(extra, consumed, before, config):
@@ -148,10 +150,11 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-def _metrics(workdir: epath.Path, config: Config, start: int) -> MetricsWriter | SilentMetrics:
+def _metrics(workdir: epath.Path, config: Config, start: int, due) -> MetricsWriter | SilentMetrics:
     if not distributed.is_first():
         return SilentMetrics()
-    return MetricsWriter(workdir, tensorboard=config.log.tensorboard, resume_step=start)
+    board = config.log.tensorboard
+    return MetricsWriter(workdir, tensorboard=board, resume_step=start, due=due)
 
 
 def _start(
@@ -163,6 +166,7 @@ def _start(
         lost = lambda: require_nothing_lost(workdir, checkpointer.once_complete(), before)
         distributed.shared("what is lost", lost)
         if init_from is None:
+            distributed.shared("the origin", lambda: require_no_origin(workdir))
             return fresh_state(setup), {ORIGIN: None}, None
         state, origin = initialised_from(setup, init_from, say)
         return state, {ORIGIN: str(place(init_from))}, origin

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -33,6 +33,7 @@ class MetricsWriter:
       tensorboard: whether to write TensorBoard events into `<workdir>/tensorboard` as well.
       resume_step: the step of the restored checkpoint; lines about later steps are removed.
         0: a run from the start, nothing is kept.
+      due: kinds whose lines about `resume_step` are removed too, since they will be written again.
 
     Raises:
       UserError: the existing `metrics.jsonl` holds a line that is no metrics line, or may not be
@@ -40,14 +41,24 @@ class MetricsWriter:
       RunFailed: it cannot be written, now or later.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool, resume_step: int):
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        *,
+        tensorboard: bool,
+        resume_step: int,
+        due: Collection[str] = (),
+    ):
         folder = place(workdir)
         self.path = folder / FILE_NAME
         with writing(self.path):
             folder.mkdir(parents=True, exist_ok=True)
-        kept = _rewind(self.path, resume_step)
-        self._file = growing(self.path, kept)
-        self._board = Board(folder / "tensorboard", resume_step + 1) if tensorboard else None
+        kept = _rewind(self.path, resume_step, due)
+        self._file = growing(self.path, _encoded(kept))
+        self._board = Board(folder / "tensorboard", resume_step) if tensorboard else None
+        for line in kept:
+            if line["step"] == resume_step:  # TensorBoard forgets whole steps only
+                self._show(line)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -66,9 +77,12 @@ class MetricsWriter:
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
         line = {"step": int(step), "kind": kind} | {k: _plain(v) for k, v in values.items()}
-        self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        self._file.write(_encoded([line]))
+        self._show(line)
+
+    def _show(self, line: Mapping[str, Any]) -> None:
         if self._board is not None:
-            group = f"{kind}/{line['split']}" if "split" in line else kind
+            group = "/".join([line["kind"], *(line[n] for n in ("split", "field") if n in line)])
             named = {f"{group}/{name}": value for name, value in _scalars(line) if name != "step"}
             self._board.add(line["step"], named)
 
@@ -119,19 +133,27 @@ def _parse(file: epath.Path, number: int, line: bytes) -> dict[str, Any]:
         record = json.loads(line)
         if isinstance(record, dict) and type(record["step"]) is int and record["kind"] in KINDS:
             return record
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, RecursionError):
         pass
     raise UserError(f"{file}, line {number}: not a metrics line (an object with step and kind)")
 
 
-def _rewind(path: epath.Path, step: int) -> bytes:
-    """Keep the whole lines up to `step`, and return them; all or nothing, even if killed here."""
+def _rewind(path: epath.Path, step: int, due: Collection[str]) -> list[dict[str, Any]]:
+    """Keep the lines up to `step`, and return them; all or nothing, even if killed here."""
     if not path.exists():
-        return b""
-    lines = [line for line in read_metrics(path) if line["step"] <= step] if step > 0 else []
-    kept = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    write_whole(path, kept)
+        return []
+    lines = read_metrics(path.parent) if step > 0 else []
+    kept = [
+        line
+        for line in lines
+        if line["step"] < step or (line["step"] == step and line["kind"] not in due)
+    ]
+    write_whole(path, _encoded(kept))
     return kept
+
+
+def _encoded(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -94,6 +94,15 @@ def _write_whole(path: epath.Path, content: bytes) -> None:
             os.unlink(scratch)
 
 
+def clear_scratch(*paths: epath.Path) -> None:
+    """Remove what `write_whole` left of `paths` when its process was killed; no other may write."""
+    for path in paths:
+        if not is_url(path):
+            for scratch in path.parent.glob(f".{path.name}.*"):
+                if scratch.suffix[1:].isdigit():
+                    scratch.unlink()
+
+
 def entries(directory: epath.Path) -> list[epath.Path]:
     """What `directory` holds, by name; nothing if it is not there."""
     if not directory.is_dir():

@@ -147,18 +147,26 @@ class Progress:
             parts.append(f"{100 * share:.0f} % of time waiting for data")
         if (eta := self.eta_seconds(step)) is not None:
             parts.append(f"ETA {format_duration(eta)}")
-        line = "  ".join(parts)
-        if self._moving:
-            self._stream.write("\r" + line.ljust(self._width))
-            self._width = len(line)
-        else:
-            self._stream.write(line + "\n")
-        self._stream.flush()
+        self._show("  ".join(parts))
+
+    def between(self, text: str) -> None:
+        """Write `text`, on what goes on between two steps, if a line is due."""
+        if self._clock() - self._last >= self._every:
+            self._last = self._clock()
+            self._show(text)
 
     def message(self, text: str) -> None:
         """Write `text` as a line of its own."""
         self.finish()
         self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def _show(self, line: str) -> None:
+        if self._moving:
+            self._stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            self._stream.write(line + "\n")
         self._stream.flush()
 
     def finish(self) -> None:

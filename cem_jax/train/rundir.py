@@ -24,7 +24,7 @@ from cem_jax.errors import UserError
 from cem_jax.parallel import distributed
 from cem_jax.train.integrity import LIST_NAME
 from cem_jax.train.metrics import FILE_NAME, read_metrics
-from cem_jax.train.places import write_whole
+from cem_jax.train.places import clear_scratch, write_whole
 
 EXPORTED = "model.safetensors"  # what an export has, and no run
 # Places, which may differ between the machines of a run.
@@ -41,7 +41,7 @@ def read_config(workdir: epath.Path) -> Config | None:
         values = json.loads(path.read_text())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: not JSON ({error}); restore it or use another --workdir"
         ) from None
@@ -77,7 +77,9 @@ def only_writer(workdir: epath.Path) -> Iterator[None]:
         directory = os.open(workdir, os.O_RDONLY)
     except OSError as error:
         _unmake(made)
-        raise UserError(f"--workdir {workdir}: cannot be made: {error.strerror}") from None
+        taken = isinstance(error, FileExistsError)
+        why = "there is a file or a broken link of that name" if taken else error.strerror
+        raise UserError(f"--workdir {workdir}: cannot be made: {why}") from None
     try:
         _lock(directory, workdir)
         try:
@@ -138,7 +140,7 @@ def require_nothing_lost(workdir: epath.Path, once_complete: list[str], before: 
             f"{folder}: no checkpoint to go on from; these were complete once, and have no "
             f"{LIST_NAME} now: {', '.join(once_complete)}; put it back, {again}"
         )
-    last = max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
+    last = max((line["step"] for line in read_metrics(workdir)), default=0) if path.exists() else 0
     c = before.checkpoint
     # The second save waits for the first one, and the steps after it for its beginning.
     if last > 2 * min(c.every, c.keep_every or c.every):
@@ -151,5 +153,7 @@ def require_nothing_lost(workdir: epath.Path, once_complete: list[str], before: 
 def write_run_files(workdir: epath.Path, config: Config, tokenizer_model: bytes) -> None:
     """config.json and tokenizer.model, each whole or not at all."""
     workdir.mkdir(parents=True, exist_ok=True)
-    write_whole(workdir / "tokenizer.model", tokenizer_model)
-    write_whole(workdir / "config.json", json.dumps(config.to_dict(), indent=2).encode() + b"\n")
+    tokenizer, fields = workdir / "tokenizer.model", workdir / "config.json"
+    clear_scratch(tokenizer, fields, workdir / FILE_NAME)
+    write_whole(tokenizer, tokenizer_model)
+    write_whole(fields, json.dumps(config.to_dict(), indent=2).encode() + b"\n")

@@ -51,12 +51,17 @@ class Loop:
     def announce(self, start: int) -> None:
         devices, count = jax.device_count(), distributed.processes()
         kind = jax.devices()[0].device_kind
-        what = f"resuming at step {start}" if start else "starting"
         self.progress.message(
-            f"{what} of {self.total} in {self.workdir}: {self.config.train.global_batch} sequences "
-            f"of {self.config.data.context} tokens a step, {self.config.train.compute_dtype}, "
+            f"{'resuming' if start else 'starting'} at step {start} of {self.total} in "
+            f"{self.workdir}: {self.config.train.global_batch} sequences of "
+            f"{self.config.data.context} tokens a step, {self.config.train.compute_dtype}, "
             f"{devices} × {kind}" + (f" in {count} processes" if count > 1 else "")
         )
+        if start < self.total:
+            flops = self.config.tokens_per_step * training_flops_per_token(
+                self.config.model, self.config.data.context
+            )
+            self.progress.message(f"compiling, then {flops / 1e12:,.3g} TFLOP a step")
 
     def run(self, state: TrainState, start: int, owes_validation: bool) -> float | None:
         """Steps `start` … total − 1, with what belongs between them. Returns the last loss.
@@ -67,6 +72,7 @@ class Loop:
         pending: tuple[int, StepMetrics] | None = None
         try:
             if owes_validation:
+                self.stop.something_to_save()
                 self.stopping, self.save_is_due, self.eval_is_due = 0, True, True
                 self._between(state, start)
             for step in range(start, self.total):
@@ -189,14 +195,17 @@ class Loop:
     def _validate(self, state: TrainState, done: int) -> bool:
         """Whether it came to its end: a signal breaks it off, in all processes alike."""
 
+        whole = done == self.total
+        of = self.setup.evaluator.batches(whole=whole)
+
         def report(batches: int) -> None:
             distributed.progress(f"validation after step {done}")
+            self.progress.between(f"step {done}: validation, batch {batches}/{of}")
             self.stopping, _ = self.wishes.settle(self.stop.signal or 0, 0)
             if self.stopping:
                 raise _BrokenOff
 
         try:
-            whole = done == self.total
             result, common = self.setup.evaluator.with_common(state.params, report, whole=whole)
         except _BrokenOff:
             return False

@@ -87,10 +87,10 @@ class Evaluator:
         windows = "all" if self._limit is None else f"{self._limit * self._batch}"
         return f"{self.split}: {windows} windows of {self._config.data.context} tokens"
 
-    @property
-    def batches(self) -> int:
+    def batches(self, *, whole: bool = False) -> int:
         """Batches of one evaluation."""
-        return sum(self._batches_of(source) for source in self._sources)
+        limit = None if whole else self._limit
+        return sum(self._batches_of(source, limit) for source in self._sources)
 
     def __call__(
         self,
@@ -156,10 +156,10 @@ class Evaluator:
             rows=self._rows,
         )
 
-    def _batches_of(self, source: Dataset) -> int:
+    def _batches_of(self, source: Dataset, limit: int | None) -> int:
         targets = source.split(self.split).tokens - 1
         batches = -(-targets // (self._batch * self._config.data.context))
-        return batches if self._limit is None else min(batches, self._limit)
+        return batches if limit is None else min(batches, limit)
 
     def _usable(self, mixture: Mixture) -> list[Dataset]:
         """Raises UserError for every dataset without the split, or with less than a window."""

@@ -98,10 +98,26 @@ def test_an_export_is_to_be_imported_first(dataset, tmp_path):
         begun(dataset, tmp_path / "export")
 
 
-def test_no_run_there(dataset, tmp_path):
-    with pytest.raises(UserError, match=r"no complete checkpoint in .*nowhere"):
-        loop.train(
-            tiny_config(data__path=str(dataset), **SHORT), tmp_path / "p" / "q" / "run",
-            init_from=str(tmp_path / "nowhere"),
-        )  # fmt: skip
-    assert not (tmp_path / "p").exists()
+def test_no_run_there(dataset, origin, tmp_path):
+    for path, message in {
+        tmp_path / "nowhere": "nowhere: no such directory",
+        tmp_path: "not the directory of a run: there is no checkpoints/ in it",
+        origin / "config.json": f"a part of one; name the run's directory, {origin}$",
+        origin / "checkpoints": f"a part of one; name the run's directory, {origin}$",
+        origin / "checkpoints" / "2": f"a part of one; name the run's directory, {origin}$",
+    }.items():
+        run = tmp_path / "p" / "q" / "run"
+        with pytest.raises(UserError, match=message):
+            loop.train(tiny_config(data__path=str(dataset), **SHORT), run, init_from=str(path))
+        assert not (tmp_path / "p").exists()
+
+
+def test_a_run_killed_before_its_first_save_is_not_begun_afresh(dataset, origin, tmp_path):
+    config = tiny_config(data__path=str(dataset), **SHORT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "write_run_files", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loop.train(config, tmp_path, init_from=str(origin), stream=io.StringIO())
+    with pytest.raises(UserError, match=f"begun with --init-from {origin} and has no checkpoint"):
+        loop.train(config, tmp_path)
+    assert loop.train(config, tmp_path, init_from=str(origin))["step"] == 2

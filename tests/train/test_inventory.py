@@ -115,6 +115,16 @@ def test_what_was_complete_once(opened, tmp_path):
     assert opened().once_complete() == ["1"]
 
 
+def test_names_that_are_no_steps(opened, tmp_path):
+    save_all(opened(), 2)
+    for name in ("\u0661\u0662", "012", "02.replaced"):
+        shutil.copytree(tmp_path / "c" / "2", tmp_path / "c" / name)
+    assert opened().steps() == [2]
+    save_all(opened(keep=1, keep_best=False), 3)
+    assert opened().steps() == [3]
+    assert len(list((tmp_path / "c").iterdir())) == 4  # whose ever they are, they stay
+
+
 def test_what_it_says_of_itself(opened, tmp_path):
     save_all(opened(keep_every=2), 2)
     info = json.loads((tmp_path / "c" / "2" / "info" / "metadata").read_text())

@@ -1,6 +1,8 @@
 """`cem train` as a whole: stopping and resuming, refusals, metrics, runs that go bad."""
 
+import io
 import json
+import re
 import shutil
 import signal
 
@@ -275,3 +277,24 @@ def test_the_final_checkpoint_competes_by_what_the_others_were_measured_by(whole
 def test_training_learns(whole):
     losses = [line["loss"] for line in read_metrics(whole[0]) if line["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.3
+
+
+def test_what_a_killed_writer_left_is_cleared(dataset, tmp_path):
+    for name in (".config.json.13", ".tokenizer.model.7", ".metrics.jsonl.8", ".config.json.old"):
+        (tmp_path / name).write_text("")
+    loop.train(tiny_config(data__path=str(dataset), train__steps=1), tmp_path)
+    assert [p.name for p in tmp_path.glob(".*")] == [".config.json.old"]
+
+
+def test_a_deep_config_is_no_traceback(dataset, tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"config\.json: not JSON"):
+        loop.train(tiny_config(data__path=str(dataset), train__steps=1), tmp_path)
+
+
+def test_the_first_lines_say_what_is_coming(dataset, tmp_path):
+    told = io.StringIO()
+    loop.train(tiny_config(data__path=str(dataset), train__steps=1), tmp_path, stream=told)
+    lines = told.getvalue().splitlines()
+    assert lines[0].startswith("starting at step 0 of 1 in ")
+    assert re.fullmatch(r"compiling, then [\d.e-]+ TFLOP a step", lines[1])

@@ -75,6 +75,24 @@ def test_each_step_stands_once_after_resumes(tmp_path):
     assert steps(tmp_path) == [1, 2]
 
 
+def test_what_is_due_again_stands_once(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=True, resume_step=0) as writer:
+        writer.write("event", 0, event="initialised", taken=3)
+        writer.write("train", 3, loss=2.0)
+        writer.write("eval", 3, split="validation", loss=4.0)
+    for resumed in range(2):
+        with MetricsWriter(tmp_path, tensorboard=True, resume_step=3, due=["eval"]) as writer:
+            assert [line["kind"] for line in read_metrics(tmp_path)] == ["event", "train"]
+            writer.write("eval", 3, split="validation", loss=5.0 + resumed)
+    assert [line["loss"] for line in read_metrics(tmp_path)[1:]] == [2.0, 6.0]
+    shown = left_by_tensorboard(tmp_path / "tensorboard")
+    assert shown == {
+        "event/taken": [(0, 3.0)],
+        "train/loss": [(3, 2.0)],
+        "eval/validation/loss": [(3, 6.0)],
+    }
+
+
 def test_a_torn_last_line_is_dropped(tmp_path):
     write(tmp_path, 0, 1, 2, 3)
     file = tmp_path / "metrics.jsonl"
@@ -84,7 +102,17 @@ def test_a_torn_last_line_is_dropped(tmp_path):
     assert steps(file) == [1, 2, 4]
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"step": 1}', '{"kind": "train"}', ""])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nonsense",
+        "[1]",
+        pytest.param("[" * 100_000, id="deep"),
+        '{"step": 1}',
+        '{"kind": "train"}',
+        "",
+    ],
+)
 def test_a_foreign_line_is_named(tmp_path, line):
     file = tmp_path / "metrics.jsonl"
     before = '{"step": 1, "kind": "train"}\n' + line + "\n"
@@ -132,21 +160,27 @@ def test_lines_survive_a_kill(tmp_path):
     assert steps(tmp_path) == [1]
 
 
-def scalars(folder):
-    """{tag: [(step, value)]} of the events below folder, read by protobuf alone."""
+def events(folder):
+    """The events below folder in order, read by protobuf alone."""
     from tensorboardX.proto.event_pb2 import Event
 
-    found = {}
     for path in sorted(folder.iterdir()):
         content, at = path.read_bytes(), 0
         while at < len(content):
             size = int.from_bytes(content[at : at + 8], "little")
-            event = Event.FromString(content[at + 12 : at + 12 + size])
+            yield Event.FromString(content[at + 12 : at + 12 + size])
             at += 16 + size
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, value.simple_value))
-            if event.HasField("session_log"):
-                found.setdefault("session", []).append((event.step, event.session_log.status))
+
+
+def left_by_tensorboard(folder):
+    """{tag: [(step, value)]}, less what a later start at that step or before it discards."""
+    found = {}
+    for event in events(folder):
+        if event.HasField("session_log"):
+            kept = {tag: [one for one in of if one[0] < event.step] for tag, of in found.items()}
+            found = {tag: of for tag, of in kept.items() if of}
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
     return found
 
 
@@ -155,13 +189,13 @@ def test_tensorboard(tmp_path):
         writer.write("train", 1, loss=2.0, bad=math.nan)
         writer.write("train", 2, loss=1.5, sources={"web": {"epoch": 0.5}})
         writer.write("eval", 2, split="validation", loss=3.0, tokens=7)
-        writer.write("event", 2, event="stopped")
-    found = scalars(tmp_path / "tensorboard")
+        writer.write("event", 2, event="changed", field="train.steps", before=9, after=8)
+    found = left_by_tensorboard(tmp_path / "tensorboard")
     assert found["train/loss"] == [(1, 2.0), (2, 1.5)]
     assert found["train/sources/web/epoch"] == [(2, 0.5)]
     assert found["eval/validation/loss"] == [(2, 3.0)]
     assert found["eval/validation/tokens"] == [(2, 7.0)]
+    assert found["event/train.steps/after"] == [(2, 8.0)]
     assert "train/bad" not in found
     write(tmp_path, 1, 2, tensorboard=True)
-    # TensorBoard discards what stands before a start at the same or a later step.
-    assert (2, 1) in scalars(tmp_path / "tensorboard")["session"]
+    assert left_by_tensorboard(tmp_path / "tensorboard")["train/loss"] == [(1, 2.0), (2, 0.5)]

@@ -108,6 +108,16 @@ def test_lines_come_every_few_seconds_and_at_the_end(clock):
     ]
 
 
+def test_what_goes_on_between_steps_is_told_as_often(clock):
+    stream = io.StringIO()
+    progress = Progress(10, 100, stream, every_seconds=5, clock=clock)
+    progress.update(1, loss=1.0, learning_rate=1e-3)
+    for batch in range(12):
+        clock.sleep(1.0)
+        progress.between(f"batch {batch}")
+    assert stream.getvalue().splitlines()[1:] == ["batch 4", "batch 9"]
+
+
 def test_one_line_moves_on_a_terminal(clock):
     stream = Terminal()
     progress = Progress(100, 100, stream, clock=clock)

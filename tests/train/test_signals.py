@@ -153,6 +153,45 @@ def test_a_signal_saves_and_ends(phase, at, status, dataset, whole, tmp_path):
     assert read_metrics(run)[-1]["kind"] == "eval"
 
 
+def test_a_signal_saves_though_nobody_reads_what_is_told(dataset, tmp_path):
+    fields = FIELDS | {
+        "data.path": str(dataset),
+        "train.steps": 100_000,
+        "checkpoint.every": 50_000,
+    }
+    fields |= {"eval.every": 50_000}
+    command = [sys.executable, "-m", "cem_jax", "train", "--config", BASE, "--workdir"]
+    command += [str(tmp_path / "run"), *(f"--config.{k}={v}" for k, v in fields.items())]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while "step " not in process.stderr.readline():
+            assert process.poll() is None
+        process.stderr.close()
+        before = len(read_metrics(tmp_path / "run"))
+        while len(read_metrics(tmp_path / "run")) < before + 50:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(INT)
+        assert process.wait(60) == 130
+    with Checkpointer(tmp_path / "run" / "checkpoints", keep=9, keep_best=True) as found:
+        assert found.latest_step() == read_metrics(tmp_path / "run")[-1]["step"] >= 50
+
+
+def test_an_owed_validation_stands_once_however_often_it_is_made_up_for(dataset, whole, tmp_path):
+    config = tiny_config(data__path=str(dataset), **SHORT)
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        while_validating(patch, 3)
+        with pytest.raises(SystemExit):
+            loop.train(config, run)
+    for _ in range(2):  # broken off between the validation and the save that tells of it
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stepping.Loop, "_save", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loop.train(config, run)
+    loop.train(config, run)
+    assert_same_run(run, whole, config)
+
+
 def test_a_signal_while_the_processes_meet_ends_one_soon(dataset, tmp_path):
     command = [sys.executable, "-m", "cem_jax", "train", "--config", BASE, "--workdir"]
     fields = FIELDS | {"data.path": str(dataset)}
