@@ -215,7 +215,9 @@ def _parser() -> _Parser:
     )
     for family in arguments.FAMILIES:
         family.add(commands)
-    demo = commands.add_parser("demo")  # used by `make demo`; not listed
+    demo = commands.add_parser(
+        "demo", help="what `make demo` runs: from text to samples in minutes"
+    )
     demo.add_argument("--workdir", type=local_path, default="runs/demo", metavar="DIR")
     for command in commands.choices.values():
         command.set_defaults(problems=command.get_default("problems") or (lambda args: []))
