@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prepare(
-    inputs: Sequence[str],
+    inputs: Sequence[str | os.PathLike[str]],
     tokenizer: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
@@ -159,7 +159,7 @@ def _missing_splits(
 
 
 def _check_inputs(
-    inputs: Sequence[str],
+    inputs: Sequence[str | os.PathLike[str]],
     tokenizer: str | os.PathLike[str],
     output: Path,
     separator: str,
