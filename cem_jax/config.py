@@ -5,7 +5,6 @@ or from JSON (`Config.from_dict`). Both report every violation at once, in one `
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_type_hints
 
 from cem_jax.config_file import read_config_file
+from cem_jax.config_names import unknown
 from cem_jax.config_rules import UnknownField, violations
 from cem_jax.errors import UserError
 from cem_jax.overrides import Range, coerce, parse
@@ -201,7 +201,10 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """A whole configuration. Construction checks it and raises UserError with every violation."""
+    """A whole configuration. Construction checks it and raises UserError with every violation.
+
+    NumPy's and JAX's scalars become Python's, also those in a section that `replace` made.
+    """
 
     seed: Seed
     model: ModelConfig
@@ -219,6 +222,10 @@ class Config:
         problems += violations(_Partial(clean))
         if problems:
             raise UserError(*problems)
+        for name, annotation in get_type_hints(Config, include_extras=True).items():
+            value = clean[name]
+            section = _build(annotation, value) if isinstance(value, dict) else value
+            object.__setattr__(self, name, section)
 
     @property
     def tokens_per_step(self) -> int:
@@ -318,22 +325,11 @@ class _Partial:
 def _override(name: str, value: Any) -> Any:
     annotation = fields().get(name)
     if annotation is None:
-        raise ValueError(_unknown(name))
+        raise ValueError(unknown(name, fields()))
     try:
         return parse(value, annotation) if isinstance(value, str) else coerce(value, annotation)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def _unknown(name: str) -> str:
-    inside = [field[len(name) + 1 :] for field in fields() if field.startswith(name + ".")]
-    if inside:
-        children = dict.fromkeys(field.partition(".")[0] for field in inside)
-        return f"{name}: a section, not a field; it holds {', '.join(children)}"
-    close = difflib.get_close_matches(name, fields(), n=1) or [
-        field for field in fields() if field.rpartition(".")[2] == name.rpartition(".")[2]
-    ]
-    return f"{name}: no such field" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _assign(values: dict[str, Any], name: str, value: Any) -> None:
@@ -358,7 +354,7 @@ def _checked(values: Mapping[str, Any], problems: list[str]) -> Config:
 def _clean(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str]) -> dict:
     """`values` with every leaf of its field's type; what is wrong goes to `problems`."""
     hints = get_type_hints(cls, include_extras=True)
-    problems += [_unknown(prefix + name) for name in values if name not in hints]
+    problems += [unknown(prefix + name, fields()) for name in values if name not in hints]
     clean: dict[str, Any] = {}
     for name, annotation in hints.items():
         value = values.get(name, _MISSING)

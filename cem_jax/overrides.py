@@ -7,6 +7,7 @@ This module knows nothing of the fields themselves and imports nothing heavy.
 
 import math
 import numbers
+import os
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,11 +62,13 @@ def describe(annotation: Any) -> str:
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-    """`value` as the field's type; the only conversions are int to float and list to tuple.
+    """`value` as the field's type; the only conversions are int to float, list to tuple, a path to
+    its text, and NumPy's and JAX's scalars to Python's.
 
     Raises ValueError with the reason, which does not name the field.
     """
     inner, optional = _strip(annotation)
+    value = _unboxed(value)
     if value is None:
         if optional:
             return None
@@ -78,7 +81,7 @@ def coerce(value: Any, annotation: Any) -> Any:
         raise ValueError(
             f"expected {describe(annotation)}, got {value!r} (of type {type(value).__name__})"
         )
-    value = inner(value)  # NumPy scalars become plain Python, an int becomes a float
+    value = inner(value)  # an int becomes a float
     if inner is float and not math.isfinite(value):
         raise ValueError(f"expected a finite number, got {value}")
     if inner is int and abs(value) > _LARGEST_INTEGER:
@@ -157,6 +160,15 @@ def _ranges(annotation: Any) -> list[Range]:
     return []
 
 
+def _unboxed(value: Any) -> Any:
+    """Scalars and arrays of no dimensions as plain Python, paths as text; all else as it is."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return value.item()
+    return value
+
+
 def _has_type(value: Any, inner: type) -> bool:
     if inner is bool or isinstance(value, bool):
         return inner is bool and isinstance(value, bool)
@@ -168,9 +180,9 @@ def _has_type(value: Any, inner: type) -> bool:
 
 
 def _coerce_choice(value: Any, choices: tuple[str, ...]) -> str:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"expected one of {', '.join(choices)}, got {value!r}")
-    return value
+    return str(value)
 
 
 def _describe_tuple(inner: Any) -> str:

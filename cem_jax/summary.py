@@ -262,8 +262,11 @@ def _twin_table(summary: dict[str, Any]) -> str:
 
 
 def _memory_table(summary: dict[str, Any]) -> str:
+    memory = summary["memory"]
+    summed = memory["gradients"] > memory["parameters"]
+    names = {"gradients": "gradients: a microbatch's and the sum"} if summed else {}
     rows = [("memory in training", "MiB")]
-    rows += [(part, f"{size / 2**20:,.1f}") for part, size in summary["memory"].items()]
+    rows += [(names.get(part, part), f"{size / 2**20:,.1f}") for part, size in memory.items()]
     return _aligned(rows, "<>") + (
         "\nof all devices together; activations: what JAX keeps of a microbatch for the backward"
         "\npass, an estimate: XLA may keep less, and needs working memory besides"

@@ -34,5 +34,4 @@ def get_config() -> ml_collections.ConfigDict:
 
     c.checkpoint.every = 800
     c.eval.every = 800
-    c.eval.batches = 10
     return c

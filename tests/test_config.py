@@ -5,6 +5,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cem_jax.config import Config, differences, fields, load_config
@@ -168,6 +169,17 @@ def test_fields_added_and_taken_away_in_a_file(config_file):
     assert "optimizer.lerning_rate: no such field; did you mean optimizer.learning_rate?" in found
     assert "eval.split: missing" in found
     assert "extra: no such field" in found
+
+
+def test_scalars_of_numpy_in_a_replaced_section():
+    config = load_config(BASE, {"train.steps": 2, "model.tie_embeddings": np.bool_(True)})
+    train = dataclasses.replace(config.train, steps=np.int64(2), stall_minutes=np.float32(30))
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=np.float64(0.5))
+    changed = dataclasses.replace(config, train=train, optimizer=optimizer)
+    assert type(changed.train.steps) is int and type(changed.train.stall_minutes) is float
+    assert Config.from_dict(json.loads(json.dumps(changed.to_dict()))) == changed
+    with pytest.raises(UserError, match=r"train\.steps: expected an integer or None, got 2\.5"):
+        dataclasses.replace(config, train=dataclasses.replace(train, steps=np.float32(2.5)))
 
 
 def test_a_section_replaced_by_a_value(config_file):

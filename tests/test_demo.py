@@ -4,6 +4,8 @@ import gzip
 import json
 import lzma
 
+from matplotlib.axes import Axes
+
 from cem_jax import demo
 from cem_jax.train.curve import draw_loss_curve
 
@@ -32,6 +34,27 @@ def test_compressed_sizes_are_those_of_the_compressors():
     sizes = demo.compressed_sizes(files)
     assert sizes["gzip_each"] == sum(len(gzip.compress(f, 9, mtime=0)) for f in files)
     assert sizes["xz_whole"] == len(lzma.compress(b"".join(files), preset=9))
+
+
+def test_the_curve_compares_like_with_like(tmp_path, monkeypatch):
+    """A part of the held-out files, evaluated on the way, and the whole of them are not joined."""
+    drawn = {}
+
+    def plot(self, x, y, *style, label="", **more):
+        drawn[label] = y
+        return real(self, x, y, *style, label=label, **more)
+
+    real = Axes.plot
+    monkeypatch.setattr(Axes, "plot", plot)
+    train = {"kind": "train", "loss": 5.0, "learning_rate": 0.1}
+    for sizes, kept in (([50, 50, 90], [1.0, 2.0]), ([90, 90, 90], [1.0, 2.0, 3.0])):
+        lines = []
+        for step, size in enumerate(sizes, start=1):
+            lines.append(train | {"step": step, "tokens": 100 * step})
+            lines.append({"kind": "eval", "step": step, "loss": float(step), "tokens": size})
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        draw_loss_curve(tmp_path, tmp_path / "loss.png")
+        assert drawn[f"held out, the same {sizes[0]} tokens each time"] == kept
 
 
 def test_the_summary_and_the_curve_come_from_the_metrics(tmp_path):

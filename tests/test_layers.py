@@ -14,7 +14,7 @@ FILES = sorted(
     for path in (ROOT / folder).rglob("*.py")
 )
 
-CONFIG = {"config", "config_file", "config_rules", "overrides"}
+CONFIG = {"config", "config_file", "config_names", "config_rules", "overrides"}
 LIBRARY = {"kernels", "energy", "model", "train", "data", "parallel", "experiments", "errors"}
 
 # layer: the other layers it may import

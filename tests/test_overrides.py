@@ -1,7 +1,9 @@
 """Values from text and from Python: what each field type takes and refuses."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -92,6 +94,13 @@ def test_parse_refuses(text, annotation, words):
         (2, float, 2.0),
         (np.float32(0.5), float, 0.5),
         (np.int64(3), int, 3),
+        (np.array(3), int | None, 3),
+        (jnp.int32(3), Count, 3),
+        (jnp.bfloat16(0.5), float, 0.5),
+        (np.bool_(True), bool, True),
+        (np.str_("gelu"), Choice, "gelu"),
+        ([np.int32(1), 2], Pair, (1, 2)),
+        (Path("data/mine"), str, "data/mine"),
         ([1, 2], tuple[int, int], (1, 2)),
         (None, float | None, None),
     ],
@@ -116,6 +125,11 @@ def test_coerce_converts(value, annotation, result):
         (float("nan"), float),
         ("ab", tuple[str, ...]),
         (3, Choice),
+        (np.array(["gelu"]), Choice),
+        (np.array([1]), int),
+        (np.float32(1), int),
+        (np.True_, int),
+        (np.int64(1), bool),
         ([1, "a"], tuple[int, int]),
     ],
 )

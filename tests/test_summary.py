@@ -74,6 +74,9 @@ def test_memory_of_parameters_optimizer_and_gradients():
     size = 4 * inspect()["parameters"]
     assert (once["parameters"], once["optimizer"], once["gradients"]) == (size, 2 * size, size)
     assert accumulated["gradients"] == 2 * size  # one of them the sum so far
+    tables = [summary.rendered(inspect()), summary.rendered(inspect(train__microbatch=2))]
+    why = "gradients: a microbatch's and the sum"
+    assert [why in table for table in tables] == [False, True]
     assert once["total"] == sum(v for name, v in once.items() if name != "total")
 
 

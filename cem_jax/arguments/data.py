@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
         type=local_path,
         metavar="DIR",
         help="the dataset; it appears when it is complete, and the same command goes on with one "
-        "that was interrupted",
+        "that was interrupted; on a complete one it says so, and another command is refused",
     )
     prepare.add_argument(
         "--separator",

@@ -12,7 +12,10 @@ def add(commands: Any) -> None:
     sweep = commands.add_parser(
         "sweep",
         help="train all runs of figures; the same command again goes on",
-        epilog="A field that no figure compares can be set for all runs: --config.data.path=DIR",
+        epilog="""A field that no figure compares can be set for all runs: --config.data.path=DIR
+One that changes what is trained, such as model.dim, also changes the name of each run's
+directory, which has a hash of such fields in it. The size's name stays: with
+--config.model.dim=32 labels still say mini.""",
     )
     _add_figures(sweep, required=True)
     sweep.add_argument(
@@ -100,5 +103,7 @@ def _add_synthetic(commands: Any) -> None:
         help="default: %(default)s",
     )
     synthetic.add_argument(
-        "--dry-run", action="store_true", help="show parameters and FLOPs of the models, and stop"
+        "--dry-run",
+        action="store_true",
+        help="show each model's parameters, and FLOPs of a forward pass of 100 points; then stop",
     )

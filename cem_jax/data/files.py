@@ -49,7 +49,7 @@ def file_format(path: PurePath | AnyPath) -> str | None:
     return max((f for f in FORMATS if name.endswith(f)), key=len, default=None)
 
 
-def find_files(inputs: Sequence[str]) -> FoundFiles:
+def find_files(inputs: Sequence[str | os.PathLike[str]]) -> FoundFiles:
     """The corpus files under paths, folders, globs and URLs of them: sorted by path, each once.
 
     One file under several names is one file; under names of several splits it is a mistake.
@@ -64,7 +64,7 @@ def find_files(inputs: Sequence[str]) -> FoundFiles:
     found: dict[str, SourceFile] = {}
     ignored: set[AnyPath] = set()
     problems: list[str] = []
-    for given in inputs:
+    for given in map(os.fspath, inputs):
         others: set[AnyPath] = set()
         told = len(problems)
         usable = 0

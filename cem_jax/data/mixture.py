@@ -108,12 +108,13 @@ def single(dataset: Dataset) -> Mixture:
     return Mixture((dataset,), (1,))
 
 
-def open_source(place: str, cache: str | None = None) -> Dataset:
+def open_source(place: str | os.PathLike[str], cache: str | None = None) -> Dataset:
     """The dataset in a directory or at a URL (fetched into `cache`); `place#source`: one of its
     named sources.
 
     Raises UserError when there is no such dataset or source.
     """
+    place = os.fspath(place)
     directory, _, source = place.rpartition("#")
     if not directory or os.path.isdir(place):
         directory, source = place, ""

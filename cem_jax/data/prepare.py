@@ -14,6 +14,7 @@ from cem_jax.data.checks import check_dataset
 from cem_jax.data.compression import BadFile
 from cem_jax.data.encoding import Batch, Encoder, encode_all
 from cem_jax.data.files import FoundFiles, find_files
+from cem_jax.data.finished import INPUT_FILES, require_made_by, was_made
 from cem_jax.data.progress import PrepareProgress
 from cem_jax.data.readers import Fields, Record, check_start, read_records
 from cem_jax.data.shards import SHARD_TOKENS, Stream, StreamWriters, token_dtype
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         _print_table(result, out)
         return result
     fraction = args.validation_fraction
+    again = was_made(args.output)
     result = prepare(
         args.input,
         args.tokenizer,
@@ -51,12 +53,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         skip_bad_files=args.skip_bad_files,
         validation_fraction=VALIDATION_FRACTION if fraction is None else fraction,
     )
-    _print_table(result, out)
+    if again:
+        print(
+            f"finished: {args.output} has {result['tokens']:,} tokens of {result['documents']:,} "
+            f"documents; `cem prepare --check {args.output}` verifies it",
+            file=out,
+        )
+    else:
+        _print_table(result, out)
     return result
 
 
 def prepare(
-    inputs: Sequence[str],
+    inputs: Sequence[str | os.PathLike[str]],
     tokenizer: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
@@ -77,8 +86,10 @@ def prepare(
     fault with `skip_bad_files`.
 
     The bytes are the same for every number of workers. A killed call is continued by the same
-    call, to the same bytes. Raises UserError, leaving nothing behind but what can be continued,
-    also when no document is usable.
+    call, to the same bytes; where it is complete, nothing is done, and the result is the same but
+    for places in the corpus, which are None where there were any. Raises UserError, leaving
+    nothing behind but what can be continued, also when no document is usable, and for an `output`
+    that anything else made.
     """
     output = Path(output)
     found, loaded = _check_inputs(inputs, tokenizer, output, separator, skip_bad_files)
@@ -96,8 +107,11 @@ def prepare(
         "--source-field": source_field,
         "--validation-fraction": validation_fraction,
         "tokens in a shard": shard_tokens,
-        "input files": _identity(found),
+        INPUT_FILES: _identity(found),
     }
+    if was_made(output):
+        description = require_made_by(output, command, skip_bad_files)
+        return _totals(description) | _places_unknown(description) | {"output": str(output)}
     accounts = Accounts(found.files, fields, skip_bad_files)
     with workplace(output, command) as work:
         try:
@@ -106,7 +120,7 @@ def prepare(
             if work.is_resumable():
                 _note(f"{work.path} keeps what was done; the same command goes on")
             raise
-        description = _describe(accounts, loaded, encoder, shards)
+        description = _describe(accounts, loaded, encoder, shards) | {"command": command}
         (work.path / MODEL).write_bytes(loaded.model_bytes)
         write_durably(work.path / DESCRIPTION, description_bytes(description))
     for warning in _missing_splits(description, found, by_hash and validation_fraction):
@@ -145,7 +159,7 @@ def _missing_splits(
 
 
 def _check_inputs(
-    inputs: Sequence[str],
+    inputs: Sequence[str | os.PathLike[str]],
     tokenizer: str | os.PathLike[str],
     output: Path,
     separator: str,
@@ -164,7 +178,8 @@ def _check_inputs(
     except UserError as error:
         problems += error.messages
     try:
-        require_free(output)
+        if not was_made(output):
+            require_free(output)
     except UserError as error:
         problems += error.messages
     for file in () if skip_bad_files else found.files:
@@ -296,6 +311,15 @@ def _totals(description: dict[str, Any]) -> dict[str, Any]:
     totals = {key: sum(s[key] for s in splits) for key in ("documents", "tokens", "bytes")}
     return totals | {
         key: description[key] for key in ("dropped", "repaired", "splits", "tokenizer")
+    }
+
+
+def _places_unknown(description: dict[str, Any]) -> dict[str, Any]:
+    """What `Accounts.report` returns, as far as a finished dataset knows it."""
+    has_cases = description["dropped"] or description["repaired"]
+    return {
+        "cases": None if has_cases else [],
+        "bad_files": None if description["bad_files"] else [],
     }
 
 

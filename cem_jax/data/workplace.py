@@ -69,8 +69,7 @@ class Workplace:
             kept["state"]
         except (OSError, ValueError, KeyError, TypeError):
             return None  # killed before anything was kept
-        changed = [f"{name}: {then.get(name)!r} there, {now[name]!r} now" for name in now
-                   if then.get(name) != now[name]]  # fmt: skip
+        changed = changes(then, now)
         if changed:
             raise UserError(
                 f"{self.path} holds what an interrupted `cem prepare` for {output} did; repeat its "
@@ -145,6 +144,15 @@ def require_free(output: Path) -> None:
         raise UserError(f"--output {output} exists and is not empty: name a new directory")
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file: name a directory")
+
+
+def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`name: value there, value now` for everything that two commands differ in."""
+    return [
+        f"{name}: {then.get(name)!r} there, {now[name]!r} now"
+        for name in now
+        if then.get(name) != now[name]
+    ]
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from cem_jax.energy import StepNorm, descend, elementwise_energy, rms_norm
 from cem_jax.kernels import project
 
+POINTS = 100  # of the forward pass whose FLOPs Table 3 has
 _INPUTS, _DIM = 10, 64
 _EPS = 1e-6
 _NORM_FLOPS = 5  # an element
@@ -87,7 +88,7 @@ def apply(model: Model, p: Parameters, inputs: Float[Array, "N I"]) -> Float[Arr
     return affine(rms_norm(x_ND, p["output_norm"], _EPS), "output")[:, 0]
 
 
-def sizes(model: Model, batch: int = 100) -> dict[str, int]:
+def sizes(model: Model, batch: int = POINTS) -> dict[str, int]:
     """`parameters`, and `flops` of a forward pass of `batch` points, counted from the shapes.
 
     Two FLOPs a multiply-add, five a normed element; biases, activations and the norm inside the

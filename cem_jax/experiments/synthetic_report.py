@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 from cem_jax.experiments.synthetic_data import KERNELS
-from cem_jax.experiments.synthetic_models import MODELS
+from cem_jax.experiments.synthetic_models import MODELS, POINTS
 from cem_jax.train.progress import format_count
 
-_HEADER = ("Kernel", "Model", "Parameters", "FLOPs", "Train RMSE", "Test RMSE")
+_FLOPS = f"FLOPs, forward, {POINTS} points"
+_HEADER = ("Kernel", "Model", "Parameters", _FLOPS, "Train RMSE", "Test RMSE")
 
 
 def rendered(models: dict[str, dict[str, int]], kernels: dict[str, dict[str, Any]]) -> str:

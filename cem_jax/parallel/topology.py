@@ -8,7 +8,9 @@
 JAX itself runs on the CPU: call `open_topology` before anything is computed.
 """
 
+import heapq
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -137,8 +139,8 @@ def open_topology(name: str) -> Topology:
     return _cpu(name, count) if kind == "cpu" else _gpu(name, kind, count)
 
 
-def _wrong(name: str, why: str) -> UserError:
-    return UserError(f"--topology {name}: {why}; {KNOWN}")
+def _wrong(name: str, why: str, known: str = KNOWN) -> UserError:
+    return UserError(f"--topology {name}: {why}; {known}")
 
 
 def _count(name: str, size: str, what: str = "of devices after the colon") -> int:
@@ -173,7 +175,8 @@ def _tpu(name: str, kind: str, size: str, slices: int) -> Topology:
     if not library and not _installed("libtpu"):
         raise UserError(
             f"--topology {name}: needs libtpu, the TPUs' compiler: pip install 'cem_jax[tpu]' "
-            "(or unpack its wheel anywhere and name libtpu.so by TPU_LIBRARY_PATH)"
+            "(or unpack its wheel anywhere, and name its libtpu.so for this command only: "
+            "TPU_LIBRARY_PATH=FILE cem compile …)"
         )
     for variable, value in _TPU_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -183,21 +186,44 @@ def _tpu(name: str, kind: str, size: str, slices: int) -> Topology:
         found = topologies.get_topology_desc(f"{kind}:{size}", platform="tpu", **options).devices
     except Exception as error:  # libtpu's own, of several types
         said = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-        raise _wrong(name, said) from None
+        raise UserError(f"--topology {name}: {said}") from None
     return Topology(name, "tpu", found, known.capacity)
 
 
 def _check_shape(name: str, kind: str, size: str, known: _Tpu) -> None:
     """libtpu takes shapes that no pod has, and its compiler dies of some."""
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
-        raise _wrong(name, f"expected {kind}:{'x'.join('ABC'[: known.dimensions])}")
-    sides = [int(side) for side in size.split("x")]
+    if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", size):
+        letters, example = ("x".join(side[: known.dimensions]) for side in ("ABC", "444"))
+        raise _wrong(name, f"expected {kind}:{letters}", f"such as {kind}:{example}")
+    sides = tuple(int(side) for side in size.split("x"))
     if len(sides) != known.dimensions:
-        raise _wrong(name, f"{kind} has {known.dimensions} dimensions, not {len(sides)}")
-    if max(sides) > known.longest or math.prod(sides) > known.chips:
-        raise _wrong(
-            name, f"{kind} has at most {known.chips} chips and {known.longest} along a side"
-        )
+        why = f"{kind} has {known.dimensions} dimensions, not {len(sides)}"
+    elif max(sides) > known.longest or math.prod(sides) > known.chips:
+        why = f"{kind} has at most {known.chips} chips and {known.longest} along a side"
+    elif not all(map(_fills_hosts, range(known.dimensions), sides)):
+        why = "a host has 2x2 chips, so the first two sides are even, or 1"
+    else:
+        return
+    raise _wrong(name, why, _near(name, sides, known))
+
+
+def _fills_hosts(axis: int, side: int) -> bool:
+    """Whether whole hosts lie along a side: they have two chips each way, and one in depth."""
+    return axis > 1 or side == 1 or side % 2 == 0
+
+
+def _near(name: str, sides: tuple[int, ...], known: _Tpu) -> str:
+    """The generation's own shapes nearest to one that it does not have, in words."""
+    wanted = (*sides, 1, 1)[: known.dimensions]
+    allowed = (
+        [side for side in range(1, known.longest + 1) if _fills_hosts(axis, side)]
+        for axis in range(known.dimensions)
+    )
+    shapes = (shape for shape in itertools.product(*allowed) if math.prod(shape) <= known.chips)
+    away = lambda shape: sum(abs(side - near) for side, near in zip(wanted, shape, strict=True))
+    nearest = heapq.nsmallest(4, shapes, key=away)
+    kind = name.partition(":")[0]
+    return "near it: " + ", ".join(f"{kind}:{'x'.join(map(str, shape))}" for shape in nearest)
 
 
 def _gpu(name: str, kind: str, count: int) -> Topology:

@@ -9,6 +9,7 @@ from cem_jax.config import Config
 from cem_jax.data.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.model import pure
+from cem_jax.overrides import coerce
 from cem_jax.train.checkpoint import Checkpointer
 from cem_jax.train.places import place
 from cem_jax.train.rundir import read_config
@@ -71,9 +72,13 @@ class Run:
     def parameters(self, step: int | None = None) -> tuple[pure.Parameters, int]:
         """(parameters, step) of a checkpoint, the newest for None, on the first device.
 
-        Raises UserError when there is no such checkpoint, it is damaged or another model's, or
-        tokenizer.model is not the tokenizer it was trained with.
+        Raises UserError when `step` is no integer, there is no such checkpoint, it is damaged or
+        another model's, or tokenizer.model is not the tokenizer it was trained with.
         """
+        try:
+            step = coerce(step, int | None)
+        except ValueError as error:
+            raise UserError(f"step: {error}") from None
         abstract = {"params": pure.abstract_parameters(self.config.model)}
         with Checkpointer(self.workdir / "checkpoints", keep=1, keep_best=False) as checkpoints:
             state, extra, step = checkpoints.restore(step, abstract, partial=True)

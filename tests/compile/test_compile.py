@@ -339,14 +339,6 @@ def test_a_step_too_large_for_a_tpu():
     assert "Traceback" not in err
 
 
-@needs_libtpu
-@pytest.mark.slow
-def test_a_shape_that_libtpu_refuses():
-    code, _, err = command("--topology", "v5e:3x5")
-    assert code == 2
-    assert "known are" in err and "Traceback" not in err
-
-
 @pytest.mark.slow
 def test_suggestions_for_cpu_devices():
     code, out, err = command(

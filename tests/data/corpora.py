@@ -30,3 +30,11 @@ def files_of(root: Path) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
+
+
+def contents_of(root: Path) -> dict[str, bytes]:
+    """`files_of` a dataset, but for the command that made it."""
+    files = files_of(root)
+    description = json.loads(files["dataset.json"])
+    del description["command"], description["checksum"]
+    return files | {"dataset.json": json.dumps(description).encode()}

@@ -8,7 +8,7 @@ import threading
 import fsspec
 import numpy as np
 import pytest
-from corpora import files_of, write_jsonl
+from corpora import contents_of, files_of, write_jsonl
 from fsspec.registry import _registry
 
 from cem_jax.data.fetch import fetched
@@ -74,7 +74,7 @@ def test_a_corpus_at_a_url_gives_the_same_dataset(tmp_path, memory, corpus, mode
     url = "memory://bucket/c" if kind == "memory" else f"file://{corpus}"
     prepare([str(corpus)], model_file, tmp_path / "local")
     prepare([url], model_file, tmp_path / "remote")
-    assert files_of(tmp_path / "remote") == files_of(tmp_path / "local")
+    assert contents_of(tmp_path / "remote") == contents_of(tmp_path / "local")
 
 
 def test_parquet_at_a_url(tmp_path, memory, texts, model_file):

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import all_tokens, files_of
+from corpora import all_tokens, contents_of, files_of
 
 from cem_jax.data import prepare as prepare_module
 from cem_jax.data.checks import check_dataset
@@ -88,7 +88,7 @@ def test_parquet_has_the_same_sources(tmp_path, rows, model_file, dataset, neste
         rows_of = pa.table(table).slice(part.start, (part.stop or 30) - part.start)
         pq.write_table(rows_of, folder / "a.parquet")
     prepare([str(tmp_path / "p")], model_file, tmp_path / "q", source_field=FIELD)
-    assert files_of(tmp_path / "q") == files_of(dataset.path)
+    assert contents_of(tmp_path / "q") == contents_of(dataset.path)
 
 
 def test_workers_and_interruptions_change_nothing(tmp_path, rows, model_file, monkeypatch):

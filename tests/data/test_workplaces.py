@@ -12,7 +12,7 @@ from corpora import files_of, write_jsonl
 from cem_jax.data import encoding
 from cem_jax.data import prepare as prepare_module
 from cem_jax.data.checks import check_dataset
-from cem_jax.data.mixture import open_mixture
+from cem_jax.data.mixture import open_mixture, open_source
 from cem_jax.data.prepare import prepare
 from cem_jax.data.store import open_dataset
 from cem_jax.data.tokenizer import Tokenizer
@@ -84,6 +84,16 @@ def test_what_prepare_made_within_its_input_is_no_corpus(
     again = prepare([str(corpus)], model_file, tmp_path / "again")
     assert whole["documents"] == resumed["documents"] == again["documents"]
     assert "1 files of other formats: tokens" in capsys.readouterr().err
+
+
+def test_paths_are_taken_as_their_text(tmp_path, corpus, model_file):
+    made = prepare([corpus], model_file, tmp_path / "out", validation_fraction=0.2)
+    assert open_source(tmp_path / "out") == open_source(str(tmp_path / "out"))
+    assert (
+        made["documents"]
+        == check_dataset(tmp_path / "out")["splits"]["train"]["documents"]
+        + (made["splits"]["validation"]["documents"])
+    )
 
 
 def test_a_pipe_is_no_file(tmp_path, corpus, model_file):

@@ -83,6 +83,13 @@ def test_what_is_compared_cannot_be_set_for_all(figure):
     assert {run.config.train.steps for run in runs_of([sweep], (0,), given[3:])} == {9}
 
 
+def test_a_field_for_all_runs_changes_their_names(figure):
+    sweep = read_sweep(figure())
+    names = lambda *given: {run.name for run in runs_of([sweep], (0,), given)}
+    assert not names() & names(("data.context", "64"))
+    assert names() == names(("log.every", "7"))  # nothing that is trained
+
+
 def test_mistakes_are_told_once_and_all(figure):
     more = "cem.model.attention.heads = 3; cem.optimizer.b1 = 2.0"
     told = messages(runs_of, [read_sweep(figure(more=more, fields="rates=(1, 2),"))], range(3))

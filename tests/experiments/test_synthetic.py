@@ -37,7 +37,8 @@ def test_dry_run(capsys, tmp_path, monkeypatch):
     assert list(out) == ["models"] and list(out["models"]) == list(MODELS)
     assert out["models"]["cem_t8"] == {"parameters": 22_657, "flops": 37_196_800}
     assert cli.main(["synthetic", "--dry-run"]) == 0
-    assert "22,657" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "22,657" in shown and "FLOPs, forward, 100 points" in shown.splitlines()[0]
     assert not list(tmp_path.iterdir())
 
 

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_run import sentences, tiny_config, tiny_parameters, tiny_tokenizer, write_run
@@ -40,9 +41,9 @@ def test_the_newest_checkpoint_or_the_one_asked_for(workdir, tokenizer):
     run = Run.open(workdir)
     assert run.config == tiny_config()
     assert run.tokenizer().hash == tokenizer.hash
-    for asked, expected in ((None, 7), (3, 3)):
+    for asked, expected in ((None, 7), (3, 3), (np.int64(3), 3), (jnp.int32(3), 3)):
         parameters, step = run.parameters(asked)
-        assert step == expected
+        assert step == expected and type(step) is int
         jax.tree.map(
             np.testing.assert_array_equal, parameters, tiny_parameters(run.config, seed=expected)
         )
@@ -52,6 +53,12 @@ def test_the_newest_checkpoint_or_the_one_asked_for(workdir, tokenizer):
 def test_an_unknown_step_names_those_there_are(workdir):
     with pytest.raises(UserError, match=r"no complete checkpoint 5 .*there are: 3, 7"):
         Run.open(workdir).parameters(5)
+
+
+@pytest.mark.parametrize("step", [3.0, "3", True, np.array([3])])
+def test_a_step_is_an_integer(workdir, step):
+    with pytest.raises(UserError, match="step: expected an integer or None, got"):
+        Run.open(workdir).parameters(step)
 
 
 def test_no_checkpoint_yet(tmp_path, tokenizer):
