@@ -16,6 +16,12 @@ from cem_jax.errors import UserError
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
+# What a file with each of these functions is, and which commands take it.
+_KINDS = {
+    "get_config": "one model's: `cem train`, `cem verify`, `cem inspect` and `cem compile` take it",
+    "get_sweep": "a figure's: `cem sweep` and `cem report` take it",
+}
+
 
 def read_config_file(path: str) -> dict[str, Any]:
     """What `get_config()` in the file returns. Raises UserError as `call_in_file` does, and when
@@ -38,7 +44,8 @@ def call_in_file(path: str, function: str, use: Callable[[Any], Any]) -> Any:
 
     The file may import its neighbours by name, and the shipped configurations as
     `from configs import base`, whatever the working directory is. Raises UserError naming the file,
-    and the line where there is one, when the file is missing, fails, or has no such function.
+    and the line where there is one, when the file is missing, fails, or has no such function; then
+    also which commands take it.
     """
     file, argument = split_argument(path)
     if file.is_dir():
@@ -72,7 +79,7 @@ def _run(file: Path, source: bytes, function: str, argument: list[str]) -> Any:
     exec(compile(source, str(file), "exec", dont_inherit=True), module.__dict__)
     call = getattr(module, function, None)
     if not callable(call):
-        raise UserError(f"{file}: defines no function {function}()")
+        raise UserError(f"{file}: defines no function {function}(){_other_kind(module)}")
     try:
         inspect.signature(call).bind(*argument)
     except TypeError:
@@ -82,6 +89,15 @@ def _run(file: Path, source: bytes, function: str, argument: list[str]) -> Any:
             ) from None
         raise UserError(f"{file}: {function}() needs an argument: {file}:ARGUMENT") from None
     return call(*argument)
+
+
+def _other_kind(module: types.ModuleType) -> str:
+    """What the file is instead, where it is of another kind than the command takes."""
+    return "".join(
+        f", but {name}(): it is {kind}"
+        for name, kind in _KINDS.items()
+        if callable(getattr(module, name, None))
+    )
 
 
 def _located(error: BaseException, file: Path) -> str:

@@ -84,6 +84,11 @@ def test_unwanted_argument(write):
         ("import sys\nsys.exit(3)\n", ":2: SystemExit"),
         ("raise ValueError('two\\nlines')\n", ":1: ValueError: two lines"),
         ("get_config = 3\n", "defines no function get_config()"),
+        (
+            "def get_sweep(): pass\n",
+            "defines no function get_config(), but get_sweep(): it is a figure's: `cem sweep` and "
+            "`cem report` take it",
+        ),
         ("def get_config():\n  return {}\n", "must return a ml_collections.ConfigDict, not dict"),
         (
             "from configs import base\ndef get_config():\n  c = base.get_config()\n"

@@ -19,8 +19,8 @@ from cem_jax.experiments.results import Point
 def differences(sweep: Sweep, points: Sequence[Point]) -> list[dict[str, Any]]:
     """{figure, size, arm, against, seeds, difference, interval, verdict} of each pair worth asking.
 
-    Each arm against the baseline, and against the arm before it: that of the next smaller T in its
-    series, or simply the one before where arms have no T.
+    Each arm against the baseline, and against the arm before it in its series: that of the next
+    smaller T, or simply the one before where arms have no T.
     `difference` is in nats a token, negative where the arm is better; `interval` is half the width
     of its 95 % interval, None for one seed; `verdict` is better, worse or undecided.
     """
@@ -73,6 +73,8 @@ def _pairs(sweep: Sweep, points: Sequence[Point]) -> Iterator[tuple[Point, Point
 
 def _leads_to(earlier: Point, later: Point) -> bool:
     """Whether a figure goes from one arm to the other: by steps of recursion, or arm by arm."""
+    if earlier.arm.series != later.arm.series:
+        return False
     if earlier.arm.x is None or later.arm.x is None:
         return earlier.arm.x is later.arm.x
-    return earlier.arm.series == later.arm.series and earlier.arm.x < later.arm.x
+    return earlier.arm.x < later.arm.x

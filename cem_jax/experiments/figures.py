@@ -1,7 +1,8 @@
 """The pictures of a sweep: test perplexity over what the paper's figure has, and over FLOPs.
 
-Colours are the paper's where it has them. Markers stand for sizes, or for arms where sizes lie
-apart by themselves; error bars for one standard deviation over seeds.
+A colour is one series of arms in both panels. Markers stand for sizes, or for arms where sizes lie
+apart by themselves; hollow ones, where one pass is compared with two, for one; error bars for one
+standard deviation over seeds.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter
 
-from cem_jax.experiments.grid import Sweep
-from cem_jax.experiments.results import Point, curves, interpolate
+from cem_jax.experiments.grid import Arm, Sweep
+from cem_jax.experiments.results import Point, curves, interpolated
+from cem_jax.experiments.sections import Section
 from cem_jax.train.progress import format_count
 
 LLAMA = "#e377a2"
@@ -23,43 +26,30 @@ BASELINE_MARKER = "D"
 PERPLEXITY = "test perplexity"
 
 
-def draw(sweep: Sweep, points: Sequence[Point], picture: Path) -> None:
+def draw(section: Section, picture: Path) -> None:
     """A PNG of the points that have rows; there must be one."""
-    points = [point for point in points if point.rows]
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    sweep, points, style = section.sweep, section.shown, _Style(section.sweep)
+    # A learning rate changes no FLOPs: over them a curve would be a column of points.
+    over_flops = sweep.plot != "learning_rate"
+    figure = Figure(figsize=(12 if over_flops else 7.5, 4.6), layout="constrained")
     FigureCanvasAgg(figure)  # pyplot would look for a display
-    left, right = figure.subplots(1, 2)
-    style = _Style(sweep)
-    _PLOTS[sweep.plot](left, sweep, points, style)
-    _over_flops(right, sweep, points, style)
-    figure.suptitle(f"{sweep.name}: {sweep.title}")
-    handles = style.legend(points)
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
-    figure.savefig(picture, dpi=110)
-
-
-def draw_all_over_flops(points: Sequence[Point], size: str, picture: Path) -> None:
-    """Every arm of one size, of all figures: perplexity over training FLOPs and over parameters."""
-    unique: dict[str, Point] = {}
-    for point in points:
-        if point.rows and point.size == size:
-            unique.setdefault(point.rows[0]["key"], point)
-    figure = Figure(figsize=(12, 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    names = ("training_flops", "parameters")
-    for axes, name, words in zip(panels, names, ("training FLOPs", "parameters"), strict=True):
-        for index, point in enumerate(unique.values()):
-            marker = MARKERS[index // 10 % len(MARKERS)]
-            label = f"{point.arm.name} ({point.figure})"
-            colour = f"C{index % 10}"
-            axes.plot(point.value(name), point.perplexity, marker, color=colour, label=label)
-        axes.set_xlabel(words)
+    panels = figure.subplots(1, 1 + over_flops, squeeze=False)[0]
+    _PLOTS[sweep.plot](panels[0], sweep, points, style)
+    if over_flops:
+        _over_flops(panels[1], points, style)
+    for axes in panels:
+        axes.set_ylabel(PERPLEXITY)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel(PERPLEXITY)
-    figure.suptitle(f"{size}: all arms at the size's own learning rate")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle(section.title)
+    handles = style.legend(points)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)))
     figure.savefig(picture, dpi=110)
+
+
+def count_axis(axes: Axes, words: str) -> None:
+    """An x axis of large numbers, each tick with its unit: 8.25T, 760k."""
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel(words)
 
 
 class _Style:
@@ -69,14 +59,17 @@ class _Style:
         self.baseline = sweep.baseline
         self._base_colour = COLOURS[1] if sweep.plot == "learning_rate" else LLAMA
         self._by_arm = sweep.plot == "parameters"
+        self._gain = sweep.plot == "gain"
         names = (self.series(arm) for arms in sweep.arms.values() for arm in arms)
         series = [name for name in dict.fromkeys(names) if name != sweep.baseline]
         self._colours = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(series)}
         of = series if self._by_arm else sweep.arms
         self._markers = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(of)}
 
-    def series(self, arm) -> str:
-        return self.baseline if arm.name == self.baseline else arm.series or arm.name
+    def series(self, arm: Arm) -> str:
+        """The baseline is one by itself, but the first pass of its own series in a gain."""
+        apart = arm.name == self.baseline and not self._gain
+        return self.baseline if apart else arm.series or arm.name
 
     def colour(self, point: Point) -> str:
         return self._colours.get(self.series(point.arm), self._base_colour)
@@ -86,13 +79,14 @@ class _Style:
             return self._markers.get(self.series(point.arm), BASELINE_MARKER)
         return self._markers[point.size]
 
-    def dots(self, axes: Axes, x: float, point: Point, colour: str | None = None) -> None:
+    def dots(self, axes: Axes, x: float, point: Point) -> None:
         axes.errorbar(
             x,
             point.perplexity,
             yerr=point.spread or None,
             fmt=self.marker(point),
-            color=colour or self.colour(point),
+            color=self.colour(point),
+            mfc="white" if self._gain and point.arm.x == 1 else None,
             capsize=3,
             markersize=7,
         )
@@ -101,15 +95,23 @@ class _Style:
         series = {self.series(p.arm): p for p in points}
         look = lambda p: {"ls": "", "marker": self.marker(p)} if self._by_arm else {"lw": 3}
         handles = [
-            Line2D([], [], color=self.colour(p), label=name, **look(p))
+            Line2D([], [], color=self.colour(p), label=self._label(name, points), **look(p))
             for name, p in series.items()
         ]
+        mark = lambda **look: Line2D([], [], ls="", color="0.3", **look)
+        if self._gain:
+            handles += [
+                mark(marker="o", mfc="white", label="T = 1"),
+                mark(marker="o", label="T = 2"),
+            ]
         sizes = {} if self._by_arm else {p.size: self.marker(p) for p in points}
         if len(sizes) > 1:
-            handles += [
-                Line2D([], [], ls="", marker=m, color="0.3", label=s) for s, m in sizes.items()
-            ]
+            handles += [mark(marker=marker, label=size) for size, marker in sizes.items()]
         return handles
+
+    def _label(self, series: str, points: Sequence[Point]) -> str:
+        of = {self.series(p.arm) for p in points if p.arm.name == self.baseline}
+        return f"{series} (T = 1: {self.baseline})" if self._gain and series in of else series
 
 
 def _split(points: Sequence[Point], sweep: Sweep) -> tuple[dict[str, Point], list[Point]]:
@@ -132,17 +134,17 @@ def _over_parameters(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _
             axes.plot(ends, [twin.perplexity, point.perplexity], color="0.8", lw=1, zorder=0)
     for point in points:
         style.dots(axes, point.value("parameters"), point)
-    for point in base.values():
-        axes.annotate(
+    for point in base.values():  # at the foot of the panel, where no error bar reaches
+        axes.text(
+            point.value("parameters"),
+            0.02,
             f"{format_count(point.value('tokens'))} tokens",
-            (point.value("parameters"), point.perplexity),
-            xytext=(0, 8),
-            textcoords="offset points",
+            transform=axes.get_xaxis_transform(),
             ha="center",
             fontsize=8,
         )
-    axes.margins(x=0.12, y=0.12)
-    axes.set_xlabel("parameters")
+    axes.margins(x=0.12, y=0.16)
+    count_axis(axes, "parameters")
 
 
 def _over_steps(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style) -> None:
@@ -164,10 +166,9 @@ def _over_rates(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style
     for curve in curves(points).values():
         for point in curve:
             style.dots(axes, point.learning_rate, point)
-        if len(curve) >= 3:
-            rates, perplexities = interpolate(
-                [p.learning_rate for p in curve], [p.perplexity for p in curve]
-            )
+        line = interpolated(curve)
+        if line is not None:
+            rates, perplexities = line
             colour = style.colour(curve[0])
             axes.plot(rates, perplexities, color=colour, lw=1)
             best = perplexities.argmin()
@@ -185,32 +186,28 @@ def _over_arms(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style)
     names = list(dict.fromkeys(p.arm.name for p in others))
     for point in others:
         style.dots(axes, names.index(point.arm.name), point)
-    axes.set_xticks(range(len(names)), names)
+    turned = {"rotation": 20, "ha": "right"} if len(names) > 4 else {}
+    axes.set_xticks(range(len(names)), names, **turned)
     axes.margins(x=0.15)
 
 
 def _gains(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style) -> None:
-    """A shaded area a series: each size from T = 1, orange, to T = 2, blue."""
+    """A column a series: each size from T = 1, hollow, to T = 2."""
     series = list(dict.fromkeys(p.arm.series for p in points))
     sizes = list(dict.fromkeys(p.size for p in points))
-    colours = {1: COLOURS[1], 2: COLOURS[0]}
-    shades = ("#ffe8cc", "#dbe9f6", "#fbe3ec")
-    for index in range(len(series)):
-        axes.axvspan(index - 0.5, index + 0.5, color=shades[index % 3], zorder=-2)
+    for index in range(0, len(series), 2):
+        axes.axvspan(index - 0.5, index + 0.5, color="0.95", zorder=-2)
     pairs: dict[tuple[str, str], dict[int, Point]] = {}
     for point in points:
         pairs.setdefault((point.arm.series, point.size), {})[point.arm.x] = point
     for (name, size), pair in pairs.items():
         x = series.index(name) + 0.7 * ((sizes.index(size) + 0.5) / len(sizes) - 0.5)
-        for steps, point in pair.items():
-            style.dots(axes, x, point, colours[steps])
+        for point in pair.values():
+            style.dots(axes, x, point)
         if len(pair) == 2:
             ends = [pair[steps].perplexity for steps in (1, 2)]
             axes.annotate("", (x, ends[1]), (x, ends[0]), arrowprops={"arrowstyle": "->"})
-    handles = [
-        Line2D([], [], ls="", marker="o", color=colours[t], label=f"T = {t}") for t in colours
-    ]
-    axes.legend(handles=handles)
+    axes.set_xlim(-0.5, len(series) - 0.5)
     axes.set_xticks(range(len(series)), series)
 
 
@@ -227,13 +224,10 @@ def _over_test_steps(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _
     axes.set_xlabel("steps of recursion T at evaluation")
 
 
-def _over_flops(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style) -> None:
+def _over_flops(axes: Axes, points: Sequence[Point], style: _Style) -> None:
     for point in points:
         style.dots(axes, point.value("training_flops"), point)
-    axes.set_xlabel("training FLOPs")
-    for each in (axes, axes.figure.axes[0]):
-        each.set_ylabel(PERPLEXITY)
-        each.grid(alpha=0.3)
+    count_axis(axes, "training FLOPs")
 
 
 _PLOTS: dict[str, Callable[[Axes, Sweep, Sequence[Point], _Style], None]] = {

@@ -129,17 +129,19 @@ def identity(config: Config) -> str:
 
     Of the fields that differ from configs/base.py, so that a field added to it later changes none.
     """
-    default, values = _defaults(), leaves(config)
-    trained = {
-        name: value
-        for name, value in values.items()
-        if name not in SEEDS and not is_free(name) and value != default[name]
-    }
+    default = defaults()
+    trained = {n: v for n, v in leaves(config).items() if is_trained(n) and v != default[n]}
     return hashlib.sha256(json.dumps(trained, sort_keys=True).encode()).hexdigest()[:10]
 
 
+def is_trained(field: str) -> bool:
+    """Whether runs that differ in the dotted field are of different models or data, not seeds."""
+    return field not in SEEDS and not is_free(field)
+
+
 @functools.cache
-def _defaults() -> dict[str, Any]:
+def defaults() -> dict[str, Any]:
+    """Every field of configs/base.py, by its dotted name."""
     return leaves(load_config(str(BASE)))
 
 
@@ -194,7 +196,7 @@ def _runs(sweep: Sweep, seed: int, overrides: Sequence[tuple[str, Any]]) -> Iter
         for arm in arms:
             steps = () if arm.name == sweep.baseline else tuple(sweep.evaluate_steps)
             for rate in sweep.rates:
-                values = _flat(arm.config) | dict.fromkeys(SEEDS, seed)
+                values = flat(arm.config.to_dict()) | dict.fromkeys(SEEDS, seed)
                 values[LEARNING_RATE] *= rate
                 changes = {name: value for name, value in values.items() if value != base[name]}
                 config = load_config(file, [*changes.items(), *overrides])
@@ -204,7 +206,15 @@ def _runs(sweep: Sweep, seed: int, overrides: Sequence[tuple[str, Any]]) -> Iter
                 yield Run(size, config, file, changes, (use,), steps)
 
 
-def _flat(config: ConfigDict) -> dict[str, Any]:
+def flag(field: str, value: Any) -> str:
+    """The override of the dotted field, for a command line; not quoted for a shell."""
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return f"--config.{field}={text}"
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values by their dotted names; tuples as lists."""
+
     def walk(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
             if isinstance(value, Mapping):
@@ -212,7 +222,7 @@ def _flat(config: ConfigDict) -> dict[str, Any]:
             else:
                 yield prefix + name, list(value) if isinstance(value, tuple) else value
 
-    return dict(walk(config.to_dict(), ""))
+    return dict(walk(config, ""))
 
 
 def _merged(first: Run | None, second: Run) -> Run:
@@ -228,7 +238,8 @@ def _override_problems(sweep: Sweep, overrides: Sequence[tuple[str, Any]]) -> It
         if name in SEEDS:
             yield f"{name}: a sweep sets it itself; --seeds N runs seeds 0 to N - 1"
         values = [
-            {repr(_flat(arm.config).get(name)) for arm in arms} for arms in sweep.arms.values()
+            {repr(flat(arm.config.to_dict()).get(name)) for arm in arms}
+            for arms in sweep.arms.values()
         ]
         several = name == LEARNING_RATE and len(sweep.rates) > 1
         if several or any(len(different) > 1 for different in values):

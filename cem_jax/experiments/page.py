@@ -1,10 +1,16 @@
-"""A report as one HTML file that needs no other: pictures inlined, tables beside them."""
+"""A report as one HTML file that needs no other: pictures inlined, tables beside them.
+
+It names the files that were written with it, so that a later report knows which are an earlier
+one's and not the user's own.
+"""
 
 import base64
 import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+_WRITTEN = "cem-report-file"
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
@@ -35,22 +41,29 @@ class Page:
         self._parts.append(f'<img alt="{alternative}" src="data:image/png;base64,{data}">')
 
     def list(self, items: Iterable[str]) -> None:
-        self._parts.append("<ul>" + "".join(f"<li>{html.escape(i)}</li>" for i in items) + "</ul>")
+        self._parts.append(_list(items))
 
-    def table(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def collapsed(self, summary: str, sections: Mapping[str, Iterable[str]]) -> None:
+        """Lists under their headings, behind one line that opens them."""
+        inner = "".join(f"<h3>{html.escape(name)}</h3>{_list(i)}" for name, i in sections.items())
+        summary = html.escape(summary)
+        self._parts.append(f"<details><summary>{summary}</summary>{inner}</details>")
+
+    def table(self, lines: Sequence[Mapping[str, str]]) -> None:
         """One row a line; the columns are the first one's names. Nothing for no lines."""
         if not lines:
             return
-        head = "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in lines[0])
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in lines[0])
         rows = (
-            "".join(f"<td>{html.escape(shown(value))}</td>" for value in line.values())
-            for line in lines
+            "".join(f"<td>{html.escape(text)}</td>" for text in line.values()) for line in lines
         )
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         self._parts.append(f"<table><tr>{head}</tr>{body}</table>")
 
-    def write(self, file: Path) -> None:
+    def write(self, file: Path, written: Iterable[str]) -> None:
+        """`written`: names of the files of this report beside the page."""
         head = f'<meta charset="utf-8"><title>{html.escape(self._title)}</title>'
+        head += "".join(f'<meta name="{_WRITTEN}" content="{html.escape(n)}">' for n in written)
         text = "\n".join(self._parts)
         page = (
             f"<!doctype html><html lang=en>{head}<style>{_STYLE}</style><body>{text}</body></html>"
@@ -58,12 +71,16 @@ class Page:
         file.write_text(page, encoding="utf-8")
 
 
-def shown(value: Any) -> str:
-    """A number in few digits; an absent one as a dash."""
-    if value is None:
-        return "–"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3g}"
-    return str(value)
+def written_with(file: Path) -> set[str]:
+    """Names of the pictures and tables that were written with the page; none without a page."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return set()
+    head = text.partition("<style>")[0]
+    names = map(html.unescape, re.findall(f'<meta name="{_WRITTEN}" content="([^"]*)">', head))
+    return {n for n in names if n.endswith((".png", ".csv")) and Path(n).name == n}
+
+
+def _list(items: Iterable[str]) -> str:
+    return "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in items) + "</ul>"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any
 
@@ -18,6 +18,7 @@ COLUMNS = (
     "arm",
     "learning_rate",
     "seeds",
+    "seed_numbers",
     "parameters",
     "training_flops",
     "tokens",
@@ -51,6 +52,11 @@ class Point:
         """Standard deviation of the perplexity over seeds; 0 with one seed."""
         return _std([row["perplexity"] for row in self.rows]) or 0.0
 
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """In ascending order."""
+        return tuple(sorted(row["seed"] for row in self.rows))
+
     def value(self, name: str) -> float:
         """A field of the rows that is the same for all seeds."""
         return self.rows[0][name]
@@ -64,6 +70,7 @@ class Point:
             "arm": self.arm.name,
             "learning_rate": self.learning_rate,
             "seeds": len(self.rows),
+            "seed_numbers": _numbers(self.seeds),
             **{name: self.value(name) for name in ("parameters", "training_flops", "tokens")},
             "seconds": average("seconds"),
             "loss": average("loss"),
@@ -114,17 +121,16 @@ def interpolate(
 
 
 def best_rates(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """{figure, size, arm, learning_rate, perplexity, at_edge} of each curve of five rates or so.
+    """{figure, size, arm, learning_rate, perplexity, seeds, seed_numbers, at_edge} of each curve.
 
     `at_edge`: the lowest is an end of the range, and the optimum may lie beyond.
     """
     found = []
     for (size, arm), curve in curves(points).items():
-        if len(curve) < 3:
+        line = interpolated(curve)
+        if line is None:
             continue
-        rates, perplexities = interpolate(
-            [p.learning_rate for p in curve], [p.perplexity for p in curve]
-        )
+        rates, perplexities = line
         lowest = int(np.argmin(perplexities))
         found.append(
             {
@@ -133,19 +139,49 @@ def best_rates(points: Sequence[Point]) -> list[dict[str, Any]]:
                 "arm": arm,
                 "learning_rate": float(rates[lowest]),
                 "perplexity": float(perplexities[lowest]),
+                "seeds": len(curve[0].seeds),
+                "seed_numbers": _numbers(curve[0].seeds),
                 "at_edge": lowest in (0, len(rates) - 1),
             }
         )
     return found
 
 
+def interpolated(
+    curve: Sequence[Point],
+) -> tuple[Float[np.ndarray, " count"], Float[np.ndarray, " count"]] | None:
+    """`interpolate` of a curve from `curves`; None for fewer than three rates, or other seeds at
+    some of them, where a difference between rates would be one between seeds."""
+    if len(curve) < 3 or len({point.seeds for point in curve}) > 1:
+        return None
+    return interpolate([p.learning_rate for p in curve], [p.perplexity for p in curve])
+
+
 def curves(points: Iterable[Point]) -> dict[tuple[str, str], list[Point]]:
-    """The points that are there, by size and arm, in ascending order of the learning rate."""
+    """The points that are there, by size and arm, in ascending order of the learning rate.
+
+    Of each only the seeds that all rates of its arm have; all of its own where these are none.
+    """
     found: dict[tuple[str, str], list[Point]] = {}
     for point in points:
         if point.rows:
             found.setdefault((point.size, point.arm.name), []).append(point)
-    return {key: sorted(curve, key=lambda p: p.learning_rate) for key, curve in found.items()}
+    return {
+        key: sorted(_of_shared_seeds(curve), key=lambda p: p.learning_rate)
+        for key, curve in found.items()
+    }
+
+
+def _of_shared_seeds(curve: Sequence[Point]) -> Sequence[Point]:
+    shared = set.intersection(*(set(point.seeds) for point in curve))
+    if not shared:
+        return curve
+    keep = lambda point: tuple(row for row in point.rows if row["seed"] in shared)
+    return [replace(point, rows=keep(point)) for point in curve]
+
+
+def _numbers(seeds: Sequence[int]) -> str:
+    return " ".join(map(str, seeds))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -18,7 +18,7 @@ import jax
 from etils import epath
 
 from cem_jax.errors import RunFailed, UserError
-from cem_jax.experiments.grid import Run, read_sweep, runs_of
+from cem_jax.experiments.grid import Run, flag, read_sweep, runs_of
 from cem_jax.experiments.rows import SPLIT, measure, read_rows, write_csv, write_json
 from cem_jax.train.flops import training_flops_per_token
 from cem_jax.train.loop import train
@@ -66,13 +66,9 @@ def run(args: Namespace) -> dict[str, Any]:
 def command(run: Run, workdir: str) -> str:
     """The `cem train` that trains the run, for a shell."""
     folder = f"{workdir.rstrip('/')}/{run.name}"
-    flags = [f"--config.{name}={_text(value)}" for name, value in run.changes.items()]
+    flags = [flag(name, value) for name, value in run.changes.items()]
     file = os.path.relpath(run.file)
     return shlex.join(["cem", "train", "--config", file, "--workdir", folder, *flags])
-
-
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _finished(

@@ -11,6 +11,7 @@ from etils import epath
 from tiny_figure import row, write_figure
 
 from cem_jax.cli import main
+from cem_jax.experiments import numbers
 from cem_jax.experiments.energies import eigenvalue_table, energy_lines
 from cem_jax.experiments.grid import read_sweep, runs_of
 from cem_jax.experiments.results import best_rates, interpolate, points_of
@@ -90,12 +91,13 @@ def test_every_kind_of_picture(plot, more, fields, folder, capsys):
         loss_at_steps={"1": 3.0, "2": 2.9},
     )
     result = report(folder, capsys, "--config", path, "--output", str(folder / "out"))
-    names = {"mine-small.png", "mine-small.csv", "flops-small.png", "index.html"}
+    overview = {"flops-small.png"} if plot == "steps" else set()  # of more than two arms
+    names = {"mine-small.png", "mine-small.csv", "index.html"} | overview
     assert {file.name for file in (folder / "out").iterdir()} == names
     assert len(result["files"]) == len(names)
     assert (folder / "out" / "mine-small.png").read_bytes().startswith(PNG)
     page = (folder / "out" / "index.html").read_text()
-    assert page.count('src="data:image/png;base64,') == 2
+    assert page.count('src="data:image/png;base64,') == 1 + len(overview)
     assert not re.search(r'(src|href)="(?!data:)', page)  # needs no other file
     for arm in {line["arm"] for line in result["runs"]}:
         assert f"<td>{arm}</td>" in page
@@ -115,6 +117,7 @@ def test_a_figure_with_nothing_but_its_baseline_is_not_drawn(folder, capsys):
     keep(folder, path, lambda arm, run: 30.0 if arm == "Llama" else None)
     result = report(folder, capsys, "--config", path)
     assert result["missing"] == ["mine, small: CEM"]
+    assert "mine, small: CEM" in (folder / "rows" / "report" / "index.html").read_text()
     assert not list((folder / "rows" / "report").glob("*.png"))
 
 
@@ -144,8 +147,55 @@ def test_overrides_of_the_sweep_are_given_again(folder, capsys):
     path = write_figure(folder)
     for run in runs_of([read_sweep(path)], (0,), [("train.steps", "9")]):
         write_json(epath.Path(folder / "rows") / f"{run.name}.json", row(run, 20.0))
-    assert len(report(folder, capsys, "--config", path)["missing"]) == 2
-    assert report(folder, capsys, "--config", path, "--config.train.steps=9")["missing"] == []
+    assert main(["report", "--workdir", str(folder / "rows"), "--config", path]) == 2
+    told = capsys.readouterr().err
+    assert "2 rows with train.steps=9; give --config.train.steps=9 for them" in told
+    assert not (folder / "rows" / "report").exists()
+    result = report(folder, capsys, "--config", path, "--config.train.steps=9")
+    assert result["missing"] == result["unplaced"] == []
+
+
+def test_rows_of_no_figure_are_told(folder, capsys):
+    path = write_figure(folder)
+    keep(folder, path, lambda arm, run: 20.0)
+    for run in runs_of([read_sweep(path)], (0,), [("train.steps", "9")]):
+        write_json(epath.Path(folder / "rows") / f"{run.name}.json", row(run, 30.0))
+    (group,) = report(folder, capsys, "--config", path)["unplaced"]
+    assert (group["rows"], group["differences"]) == (2, {"train.steps": 9})
+    assert group["overrides"] == ["--config.train.steps=9"]
+    page = (folder / "rows" / "report" / "index.html").read_text()
+    assert "2 rows with train.steps=9; give --config.train.steps=9 for them" in page
+    assert main(["report", "--workdir", str(folder / "rows"), "--config", path]) == 0
+    assert "2 rows with train.steps=9" in capsys.readouterr().out
+
+
+def test_what_an_earlier_report_had_goes_and_nothing_else(folder, capsys):
+    mine, other = (write_figure(folder, name) for name in ("mine", "other"))
+    keep(folder, mine, lambda arm, run: 20.0)
+    out = folder / "out"
+    out.mkdir()
+    (out / "mine-small.txt").write_text("somebody's")
+    report(folder, capsys, "--config", mine, "--config", other, "--output", str(out))
+    assert (out / "other-small.png").exists()
+    report(folder, capsys, "--config", mine, "--output", str(out))
+    names = {"mine-small.txt", "mine-small.png", "mine-small.csv", "index.html"}
+    assert {file.name for file in out.iterdir()} == names
+
+
+def test_a_learning_rate_curve_has_the_seeds_of_all_its_points(folder, capsys):
+    path = write_figure(folder, plot="learning_rate", fields=f"rates={RATES},")
+    alone = lambda run: run.seed == 0 or run.config.optimizer.learning_rate == 0.01
+    keep(folder, path, lambda arm, run: 20.0 + run.seed if alone(run) else None, seeds=range(3))
+    result = report(folder, capsys, "--config", path)
+    assert {line["perplexity"] for line in result["runs"]} == {20.0}
+    assert {line["seed_numbers"] for line in result["runs"]} == {"0"}
+
+
+def test_numbers_of_one_kind_look_alike():
+    assert numbers.perplexity(71.48, 0.8) == "71.5 ± 0.8"
+    assert numbers.perplexity(9.456) == "9.46"
+    assert numbers.difference(-0.00002, None) == "0.000"
+    assert numbers.difference(0.0251, 0.008521) == "+0.025 ± 0.009"
 
 
 def test_an_empty_or_broken_directory(folder, capsys):

@@ -90,6 +90,6 @@ def row(run: Run, perplexity: float, **fields) -> dict:
         "dataset": "one",
         "device": "1 × cpu",
         "versions": {},
-        "config": {},
+        "config": run.config.to_dict(),
     }
     return made | fields
