@@ -161,7 +161,7 @@ class _Written:
             count = sum(len(section.missing) for section in sections)
             self.page.heading("Figures not begun")
             self.page.collapsed(
-                f"{len(sections)} figures, {count} runs that are missing",
+                f"Figures: {len(sections)}; runs that are missing: {count}",
                 {f"{section.name}: {section.sweep.title}": section.missing for section in sections},
             )
 

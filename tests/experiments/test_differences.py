@@ -70,3 +70,6 @@ def test_which_arms_are_compared(tmp_path):
     third += "arms.append(Arm('third', third))"
     arms = compared(write_figure(tmp_path, "arms", plot="arms", more=third), loss)
     assert set(arms) == {("CEM", "Llama"), ("third", "Llama"), ("third", "CEM")}
+    series = third.replace("Arm('third', third)", "Arm('third', third, 'its own')")
+    apart = compared(write_figure(tmp_path, "apart", plot="arms", more=series), loss)
+    assert set(apart) == {("CEM", "Llama"), ("third", "Llama")}

@@ -8,14 +8,12 @@ import statistics
 import numpy as np
 import pytest
 from etils import epath
-from tiny_figure import row, write_figure
+from tiny_figure import keep, report, row, write_figure
 
 from cem_jax.cli import main
-from cem_jax.experiments import numbers
 from cem_jax.experiments.energies import eigenvalue_table, energy_lines
 from cem_jax.experiments.grid import read_sweep, runs_of
 from cem_jax.experiments.results import best_rates, interpolate, points_of
-from cem_jax.experiments.rows import write_json
 
 RATES = (0.25, 0.5, 1, 2, 4)
 PNG = b"\x89PNG"
@@ -30,21 +28,6 @@ def bowl(rate, best):
 def folder(tmp_path):
     (tmp_path / "rows").mkdir()
     return tmp_path
-
-
-def keep(folder, path, perplexity, seeds=(0,), **fields):
-    """Rows of the figure's runs; `perplexity(arm, run)` is None for a run that is missing."""
-    for run in runs_of([read_sweep(path)], seeds):
-        value = perplexity(run.uses[0].arm, run)
-        if value is not None:
-            write_json(
-                epath.Path(folder / "rows") / f"{run.name}.json", row(run, float(value), **fields)
-            )
-
-
-def report(folder, capsys, *flags):
-    assert main(["report", "--workdir", str(folder / "rows"), "--json", *flags]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_seeds_are_averaged(folder, capsys):
@@ -112,13 +95,62 @@ def test_missing_runs_are_listed(folder, capsys):
     assert "Not run yet: 5" in (folder / "rows" / "report" / "index.html").read_text()
 
 
-def test_a_figure_with_nothing_but_its_baseline_is_not_drawn(folder, capsys):
+def test_a_figure_with_nothing_but_its_baseline_is_listed_and_not_drawn(folder, capsys):
     path = write_figure(folder)
     keep(folder, path, lambda arm, run: 30.0 if arm == "Llama" else None)
     result = report(folder, capsys, "--config", path)
     assert result["missing"] == ["mine, small: CEM"]
-    assert "mine, small: CEM" in (folder / "rows" / "report" / "index.html").read_text()
+    assert [file.name for file in (folder / "rows" / "report").iterdir()] == ["index.html"]
+    page = (folder / "rows" / "report" / "index.html").read_text()
+    assert "<li>mine, small: CEM</li></ul></details>" in page
+
+
+THIRD = (
+    "third = cem.copy_and_resolve_references(); third.model.attention.diagonal = 'none'; "
+    "arms += [Arm('third', third)]; "
+    "fourth = third.copy_and_resolve_references(); fourth.model.attention.position = 'none'; "
+    "arms += [Arm('fourth', fourth)]"
+)
+
+
+def test_a_figure_says_in_its_title_how_much_of_it_ran(folder, capsys):
+    path = write_figure(folder, plot="arms", more=THIRD)
+    keep(folder, path, lambda arm, run: None if arm == "fourth" else 20.0)
+    report(folder, capsys, "--config", path)
+    page = (folder / "rows" / "report" / "index.html").read_text()
+    assert 'alt="mine: A figure of one&#x27;s own (3 of 4 arms)"' in page
+
+
+def test_one_point_beside_the_baseline_is_a_table_and_no_picture(folder, capsys):
+    path = write_figure(folder, plot="arms", more=THIRD)
+    keep(folder, path, lambda arm, run: 20.0 if arm in ("Llama", "third") else None)
+    report(folder, capsys, "--config", path)
+    assert (folder / "rows" / "report" / "mine-small.csv").exists()
     assert not list((folder / "rows" / "report").glob("*.png"))
+
+
+def test_steps_at_evaluation_are_not_drawn_before_they_were_evaluated(folder, capsys):
+    path = write_figure(folder, plot="test_steps", fields="evaluate_steps=(1, 2),")
+    keep(folder, path, lambda arm, run: 20.0)
+    report(folder, capsys, "--config", path)
+    assert not list((folder / "rows" / "report").glob("*.png"))
+    page = (folder / "rows" / "report" / "index.html").read_text()
+    assert "Not evaluated with other T than trained" in page
+
+
+def test_the_terminal_has_counts_first_and_a_shared_baseline_once(folder, capsys):
+    paths = [write_figure(folder, name, plot="arms", more=THIRD) for name in ("mine", "other")]
+    keep(folder, paths[0], lambda arm, run: None if arm == "fourth" else 20.0)
+    assert main(["report", "--workdir", str(folder / "rows"), "--config", *paths]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[:3] == [
+        "3 runs in 2 figures; missing: 2",
+        "  mine, small: 1",
+        "  other, small: 1",
+    ]
+    assert told.count("small, Llama: perplexity 20.0, seed 0") == 1
+    assert sum(line.startswith("  CEM: perplexity 20.0, seed 0") for line in told) == 2
+    assert not [line for line in told if line.startswith("  Llama")]
 
 
 def test_interpolation_passes_through_the_points_and_finds_the_optimum():
@@ -143,59 +175,26 @@ def test_the_best_learning_rate(best, edge, folder):
         assert found["learning_rate"] == pytest.approx(ends, rel=0.1)
 
 
-def test_overrides_of_the_sweep_are_given_again(folder, capsys):
-    path = write_figure(folder)
-    for run in runs_of([read_sweep(path)], (0,), [("train.steps", "9")]):
-        write_json(epath.Path(folder / "rows") / f"{run.name}.json", row(run, 20.0))
-    assert main(["report", "--workdir", str(folder / "rows"), "--config", path]) == 2
-    told = capsys.readouterr().err
-    assert "2 rows with train.steps=9; give --config.train.steps=9 for them" in told
-    assert not (folder / "rows" / "report").exists()
-    result = report(folder, capsys, "--config", path, "--config.train.steps=9")
-    assert result["missing"] == result["unplaced"] == []
-
-
-def test_rows_of_no_figure_are_told(folder, capsys):
-    path = write_figure(folder)
-    keep(folder, path, lambda arm, run: 20.0)
-    for run in runs_of([read_sweep(path)], (0,), [("train.steps", "9")]):
-        write_json(epath.Path(folder / "rows") / f"{run.name}.json", row(run, 30.0))
-    (group,) = report(folder, capsys, "--config", path)["unplaced"]
-    assert (group["rows"], group["differences"]) == (2, {"train.steps": 9})
-    assert group["overrides"] == ["--config.train.steps=9"]
-    page = (folder / "rows" / "report" / "index.html").read_text()
-    assert "2 rows with train.steps=9; give --config.train.steps=9 for them" in page
-    assert main(["report", "--workdir", str(folder / "rows"), "--config", path]) == 0
-    assert "2 rows with train.steps=9" in capsys.readouterr().out
-
-
-def test_what_an_earlier_report_had_goes_and_nothing_else(folder, capsys):
-    mine, other = (write_figure(folder, name) for name in ("mine", "other"))
-    keep(folder, mine, lambda arm, run: 20.0)
-    out = folder / "out"
-    out.mkdir()
-    (out / "mine-small.txt").write_text("somebody's")
-    report(folder, capsys, "--config", mine, "--config", other, "--output", str(out))
-    assert (out / "other-small.png").exists()
-    report(folder, capsys, "--config", mine, "--output", str(out))
-    names = {"mine-small.txt", "mine-small.png", "mine-small.csv", "index.html"}
-    assert {file.name for file in out.iterdir()} == names
-
-
-def test_a_learning_rate_curve_has_the_seeds_of_all_its_points(folder, capsys):
+def test_a_curve_has_only_the_seeds_of_all_its_rates(folder, capsys):
+    """Two seeds more at one rate, far worse ones, do not bend the curve."""
     path = write_figure(folder, plot="learning_rate", fields=f"rates={RATES},")
-    alone = lambda run: run.seed == 0 or run.config.optimizer.learning_rate == 0.01
-    keep(folder, path, lambda arm, run: 20.0 + run.seed if alone(run) else None, seeds=range(3))
+    rate = lambda run: run.config.optimizer.learning_rate
+    own = lambda arm, run: 90 if run.seed else bowl(rate(run), 0.01)
+    keep(folder, path, own)
+    expected = report(folder, capsys, "--config", path)["best_rates"]
+    keep(folder, path, lambda a, run: own(a, run) if rate(run) == 0.01 else None, seeds=(1, 2))
     result = report(folder, capsys, "--config", path)
-    assert {line["perplexity"] for line in result["runs"]} == {20.0}
-    assert {line["seed_numbers"] for line in result["runs"]} == {"0"}
+    assert result["best_rates"] == expected
+    assert [best["seed_numbers"] for best in expected] == ["0", "0"]
+    assert {(line["seeds"], line["seed_numbers"]) for line in result["runs"]} == {(1, "0")}
 
 
-def test_numbers_of_one_kind_look_alike():
-    assert numbers.perplexity(71.48, 0.8) == "71.5 ± 0.8"
-    assert numbers.perplexity(9.456) == "9.46"
-    assert numbers.difference(-0.00002, None) == "0.000"
-    assert numbers.difference(0.0251, 0.008521) == "+0.025 ± 0.009"
+def test_rates_without_a_seed_in_common_have_no_curve(folder, capsys):
+    path = write_figure(folder, plot="learning_rate", fields=f"rates={RATES},")
+    first = lambda run: run.config.optimizer.learning_rate == 0.0025
+    keep(folder, path, lambda arm, run: 20.0 if first(run) != (run.seed == 1) else None, (0, 1))
+    assert report(folder, capsys, "--config", path)["best_rates"] == []
+    assert "no seed ran at all" in (folder / "rows" / "report" / "index.html").read_text()
 
 
 def test_an_empty_or_broken_directory(folder, capsys):

@@ -1,11 +1,14 @@
-"""A figure of one's own, small enough to train in a test, and rows as if it had been run."""
+"""A figure of one's own, small enough to train in a test, rows as if it had been run, a report."""
 
+import json
 from pathlib import Path
 
 import tiny
+from etils import epath
 
-from cem_jax.experiments.grid import Run
-from cem_jax.experiments.rows import FORMAT
+from cem_jax.cli import main
+from cem_jax.experiments.grid import Run, read_sweep, runs_of
+from cem_jax.experiments.rows import FORMAT, write_json
 
 BASE = """
 from configs import base
@@ -93,3 +96,19 @@ def row(run: Run, perplexity: float, **fields) -> dict:
         "config": run.config.to_dict(),
     }
     return made | fields
+
+
+def keep(folder, path, perplexity, seeds=(0,), overrides=(), **fields):
+    """Rows of the figure's runs; `perplexity(arm, run)` is None for a run that is missing."""
+    for run in runs_of([read_sweep(path)], seeds, overrides):
+        value = perplexity(run.uses[0].arm, run)
+        if value is not None:
+            write_json(
+                epath.Path(folder / "rows") / f"{run.name}.json", row(run, float(value), **fields)
+            )
+
+
+def report(folder, capsys, *flags):
+    """What `cem report --json` prints of the rows in the folder."""
+    assert main(["report", "--workdir", str(folder / "rows"), "--json", *flags]) == 0
+    return json.loads(capsys.readouterr().out)
