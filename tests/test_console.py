@@ -1,5 +1,6 @@
 """Streams that are closed, full or unread, and Ctrl-C while modules are loaded."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,13 +37,22 @@ def in_shell(redirections, result):
             "2>/dev/full",
             marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here"),
         ),
-        "2> >(exec true; sleep 1)",
         "<&- 2>&-",
     ],
 )
 def test_progress_that_nobody_reads_ends_nothing(to, tmp_path):
     status, out = in_shell(to, tmp_path / "result")
     assert (status, out) == (0, '{"step": 3}\n')
+    assert (tmp_path / "result").read_text() == "done"
+
+
+def test_progress_whose_reader_has_gone_ends_nothing(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", SCRIPT, tmp_path / "result"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stdout) == (0, '{"step": 3}\n')
     assert (tmp_path / "result").read_text() == "done"
 
 

@@ -34,12 +34,13 @@ def require_made_by(output: Path, command: dict[str, Any], skip_bad_files: bool)
     """
     open_dataset(output)
     description = read_description(output)
-    changed = changes(description["command"], command)
+    then = description["command"]
+    changed = changes(then, command)
     if description["bad_files"] and not skip_bad_files:
         changed.append(f"--skip-bad-files: {description['bad_files']} skipped there, not given now")
     if not changed:
         return description
-    if changed[0].startswith(INPUT_FILES):  # the last of a command: all else is the same
+    if then != command == then | {INPUT_FILES: command[INPUT_FILES]}:
         why = "the input files have changed since it was made of them"
     else:
         why = "another command made it"

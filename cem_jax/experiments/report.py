@@ -49,8 +49,10 @@ def run(args: Namespace) -> dict[str, Any]:
         raise UserError(f"--workdir {workdir}: no finished run in it, and no energies to draw")
     sweeps = _sweeps(args, {row["size"] for row in rows}) if rows else []
     sections = [Section(sweep, points_of(sweep, rows, args.overrides)) for sweep in sweeps]
-    strays = unplaced(sweeps, rows, args.overrides)
-    if not energies and not any(section.present for section in sections):
+    placed = {row["run"] for section in sections for p in section.points for row in p.rows}
+    others = [row for row in rows if row["run"] not in placed]
+    strays = unplaced(sweeps, others, args.overrides) if others else []
+    if not energies and not placed:
         raise UserError(
             f"--workdir {workdir}: none of its runs stands in a figure as asked for",
             *map(str, strays),

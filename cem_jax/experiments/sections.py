@@ -48,23 +48,33 @@ class Section:
     @property
     def begun(self) -> bool:
         """Whether there is more of it than its baseline, which it shares with other figures."""
-        return bool(self._new)
+        return bool(self.others)
 
     @property
     def comparable(self) -> bool:
         """Whether a picture shows what the title says, rather than one point by the baseline."""
         if self.sweep.plot == "test_steps":
-            return len(self._not_evaluated) < len(self._new)
+            return len(self._not_evaluated) < len(self.others)
         if self.sweep.plot == "learning_rate":
             return len(self.present) > 2
-        return len(self._new) > 1 or not self.missing
+        return len(self.others) > 1 or not self.missing
+
+    @property
+    def others(self) -> list[Point]:
+        """What ran besides the baseline."""
+        return [point for point in self.present if point.arm.name != self.sweep.baseline]
+
+    @cached_property
+    def curves(self) -> dict[tuple[str, str], list[Point]]:
+        """Of a learning-rate figure, by size and arm."""
+        return curves(self.points)
 
     @cached_property
     def shown(self) -> list[Point]:
         """What the picture and the table have: of a learning-rate curve, seeds all rates have."""
         if self.sweep.plot != "learning_rate":
             return self.present
-        return [point for curve in curves(self.points).values() for point in curve]
+        return [point for curve in self.curves.values() for point in curve]
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -91,18 +101,14 @@ class Section:
         if self.sweep.plot == "learning_rate":
             notes += [
                 f"{arm} at {size}: no seed ran at all learning rates, so there is no curve"
-                for (size, arm), curve in curves(self.points).items()
+                for (size, arm), curve in self.curves.items()
                 if len(curve) >= 3 and interpolated(curve) is None
             ]
         return notes
 
     @property
-    def _new(self) -> list[Point]:
-        return [point for point in self.present if point.arm.name != self.sweep.baseline]
-
-    @property
     def _not_evaluated(self) -> list[Point]:
-        return [p for p in self._new if not any(row["loss_at_steps"] for row in p.rows)]
+        return [p for p in self.others if not any(row["loss_at_steps"] for row in p.rows)]
 
     def _sizes(self, points: Sequence[Point]) -> str:
         return "-".join(dict.fromkeys(point.size for point in points))

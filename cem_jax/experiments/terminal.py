@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from cem_jax.experiments import numbers
-from cem_jax.experiments.results import Point, curves
+from cem_jax.experiments.results import Point
 from cem_jax.experiments.sections import Section
 from cem_jax.experiments.tables import edge
 from cem_jax.experiments.unplaced import Unplaced
@@ -39,17 +39,15 @@ def _counts(sections: Sequence[Section]) -> Iterator[str]:
 def _lines(section: Section) -> Iterator[str]:
     if section.sweep.plot == "learning_rate":
         yield from _curves(section)
-        others = []
-    else:
-        others = [p for p in section.present if p.arm.name != section.sweep.baseline]
-    for point in others:
+        return
+    for point in section.others:
         yield f"{_named(section, point)}: {_measured(point)}{_compared(section, point)}"
 
 
 def _curves(section: Section) -> Iterator[str]:
     """A line a curve: its optimum, and its points."""
     optima = {(best["size"], best["arm"]): best for best in section.best}
-    for key, curve in curves(section.points).items():
+    for key, curve in section.curves.items():
         optimum = optima.get(key)
         told = (
             f"best {numbers.rate(optimum['learning_rate'])}{edge(optimum)}, perplexity "

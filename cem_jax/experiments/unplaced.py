@@ -66,14 +66,13 @@ def unplaced(
     rows: Sequence[Mapping[str, Any]],
     overrides: Sequence[tuple[str, Any]] = (),
 ) -> list[Unplaced]:
-    """The rows that are no run's of the sweeps under `overrides`, those that most share first."""
+    """Of rows that are no run's of the sweeps under `overrides`; what most share first."""
     runs = {run.key: run for run in runs_of(sweeps, (0,), overrides)}
     values = [(run, _run_fields(run)) for run in runs.values()]
     groups: dict[str, list[tuple[Mapping[str, Any], Run | None, dict[str, Any]]]] = {}
     for row in rows:
-        if row["key"] not in runs:
-            run, fields = _nearest(row, values)
-            groups.setdefault(json.dumps([row["size"], fields]), []).append((row, run, fields))
+        run, fields = _nearest(row, values)
+        groups.setdefault(json.dumps([row["size"], fields]), []).append((row, run, fields))
     found = [_group(members, sweeps, overrides) for members in groups.values()]
     return sorted(found, key=lambda group: -len(group.runs))
 

@@ -10,7 +10,7 @@ from etils import epath
 from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
 from cem_jax.train.checkpoint import Checkpointer
-from cem_jax.train.metrics import FILE_NAME, read_metrics
+from cem_jax.train.metrics import metrics_so_far
 from cem_jax.train.naming import describe, named_leaves, nested
 from cem_jax.train.places import place
 from cem_jax.train.rundir import EXPORTED
@@ -33,13 +33,8 @@ def initialised_from(
       UserError: `origin` has no sound checkpoint, or not one parameter agrees.
     """
     workdir = place(origin)
-    if (workdir / EXPORTED).exists() and not (workdir / "checkpoints").exists():
-        raise UserError(
-            f"--init-from {origin}: holds what `cem export` wrote, not a run; make one of it by "
-            f"`cem import --input {origin} --workdir RUN`, and begin with that"
-        )
     if not (workdir / "checkpoints").is_dir():
-        raise UserError(f"--init-from {origin}: {_no_run(workdir)}")
+        raise UserError(f"--init-from {origin}: {_no_run(workdir, origin)}")
     ours = {_PARAMS + name: leaf for name, leaf in named_leaves(setup.state.params).items()}
     with Checkpointer(workdir / "checkpoints", keep=1, keep_best=False) as checkpoints:
         step = checkpoints.newest_sound()
@@ -102,9 +97,8 @@ def require_no_origin(workdir: epath.Path) -> None:
     Raises:
       UserError: it was begun with those of another run.
     """
-    path = workdir / FILE_NAME
-    lines = read_metrics(workdir) if path.exists() else []
-    origins = [line["from"] for line in lines if line.get("event") == "initialised"]
+    events = (line for line in metrics_so_far(workdir) if line.get("event") == "initialised")
+    origins = [event["from"] for event in events]
     if origins:
         raise UserError(
             f"{workdir}: the run was begun with --init-from {origins[-1]} and has no checkpoint "
@@ -116,10 +110,15 @@ def _real(path: str) -> str:
     return path if is_url(path) else os.path.realpath(path)
 
 
-def _no_run(path: epath.Path) -> str:
-    """What there is in place of a run's directory."""
+def _no_run(path: epath.Path, given: str) -> str:
+    """What there is in place of a run's directory, which was `given` as this."""
     if not path.exists():
         return "no such directory"
+    if (path / EXPORTED).exists():
+        return (
+            "holds what `cem export` wrote, not a run; make one of it by "
+            f"`cem import --input {given} --workdir RUN`, and begin with that"
+        )
     for folder in path.parents[:2]:
         if (folder / "checkpoints").is_dir():
             return f"not a run, but a part of one; name the run's directory, {folder}"

@@ -12,9 +12,8 @@ from cem_jax.train.integrity import Damage, find_damage, is_whole
 from cem_jax.train.places import doomed, entries
 
 INFO_FILE = "info/metadata"
-NAME = re.compile(
-    r"(0|[1-9][0-9]*)(\.replaced)?"
-)  # .replaced: set aside while its step is saved again
+# .replaced: set aside while its step is saved again
+NAME = re.compile(r"(0|[1-9][0-9]*)(\.replaced)?")
 LEFTOVER = re.compile(r"[0-9]+\.(orbax-checkpoint-tmp.*|removed)")
 
 

@@ -163,10 +163,8 @@ def _start(
     """(state, extra, origin): the newest sound checkpoint, or step 0."""
     workdir = checkpointer.directory.parent
     if checkpointer.latest_step() is None:
-        lost = lambda: require_nothing_lost(workdir, checkpointer.once_complete(), before)
-        distributed.shared("what is lost", lost)
+        distributed.shared("what is lost", lambda: _require_new(checkpointer, before, init_from))
         if init_from is None:
-            distributed.shared("the origin", lambda: require_no_origin(workdir))
             return fresh_state(setup), {ORIGIN: None}, None
         state, origin = initialised_from(setup, init_from, say)
         return state, {ORIGIN: str(place(init_from))}, origin
@@ -180,6 +178,14 @@ def _start(
     if found != now:
         raise _other_dataset(found, now)
     return state, extra, None
+
+
+def _require_new(checkpointer: Checkpointer, before: Config, init_from: str | None) -> None:
+    """Raises UserError where a run without a checkpoint is not to be begun again like this."""
+    workdir = checkpointer.directory.parent
+    require_nothing_lost(workdir, checkpointer.once_complete(), before)
+    if init_from is None:
+        require_no_origin(workdir)
 
 
 def _no_optimizer_state(workdir: epath.Path) -> UserError:

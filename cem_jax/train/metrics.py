@@ -128,6 +128,11 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [_parse(file, number, line) for number, line in enumerate(lines, 1)]
 
 
+def metrics_so_far(workdir: epath.Path) -> list[dict[str, Any]]:
+    """`read_metrics` of a run directory; nothing where the run has written none yet."""
+    return read_metrics(workdir) if (workdir / FILE_NAME).exists() else []
+
+
 def _parse(file: epath.Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)

@@ -129,7 +129,7 @@ class Progress:
 
     def is_due(self, step: int) -> bool:
         """Whether `update` would write now: so that nothing is fetched from the device in vain."""
-        return step >= self._total or self._clock() - self._last >= self._every
+        return step >= self._total or self._is_time()
 
     def update(self, step: int, *, loss: float, learning_rate: float) -> None:
         """Write the line of `step` if it is due; the last step's always is."""
@@ -151,7 +151,7 @@ class Progress:
 
     def between(self, text: str) -> None:
         """Write `text`, on what goes on between two steps, if a line is due."""
-        if self._clock() - self._last >= self._every:
+        if self._is_time():
             self._last = self._clock()
             self._show(text)
 
@@ -160,6 +160,9 @@ class Progress:
         self.finish()
         self._stream.write(text + "\n")
         self._stream.flush()
+
+    def _is_time(self) -> bool:
+        return self._clock() - self._last >= self._every
 
     def _show(self, line: str) -> None:
         if self._moving:

@@ -23,7 +23,7 @@ from cem_jax.data.remote import is_url
 from cem_jax.errors import UserError
 from cem_jax.parallel import distributed
 from cem_jax.train.integrity import LIST_NAME
-from cem_jax.train.metrics import FILE_NAME, read_metrics
+from cem_jax.train.metrics import FILE_NAME, metrics_so_far
 from cem_jax.train.places import clear_scratch, write_whole
 
 EXPORTED = "model.safetensors"  # what an export has, and no run
@@ -140,7 +140,7 @@ def require_nothing_lost(workdir: epath.Path, once_complete: list[str], before: 
             f"{folder}: no checkpoint to go on from; these were complete once, and have no "
             f"{LIST_NAME} now: {', '.join(once_complete)}; put it back, {again}"
         )
-    last = max((line["step"] for line in read_metrics(workdir)), default=0) if path.exists() else 0
+    last = max((line["step"] for line in metrics_so_far(workdir)), default=0)
     c = before.checkpoint
     # The second save waits for the first one, and the steps after it for its beginning.
     if last > 2 * min(c.every, c.keep_every or c.every):

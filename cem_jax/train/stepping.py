@@ -34,6 +34,7 @@ class Loop:
         self.setup, self.config, self.workdir = setup, config, workdir
         self.checkpointer, self.metrics, self.stop = checkpointer, metrics, stop
         self.total, ahead = length(config, extra)
+        self.flops_per_token = training_flops_per_token(config.model, config.data.context)
         self.loss: float | None = extra.get("loss")
         self.origin = {ORIGIN: extra[ORIGIN]} if ORIGIN in extra else {}
         # what the steps so far had more than steps as they are now: the batch may have changed
@@ -58,9 +59,7 @@ class Loop:
             f"{devices} × {kind}" + (f" in {count} processes" if count > 1 else "")
         )
         if start < self.total:
-            flops = self.config.tokens_per_step * training_flops_per_token(
-                self.config.model, self.config.data.context
-            )
+            flops = self.config.tokens_per_step * self.flops_per_token
             self.progress.message(f"compiling, then {flops / 1e12:,.3g} TFLOP a step")
 
     def run(self, state: TrainState, start: int, owes_validation: bool) -> float | None:
@@ -129,7 +128,6 @@ class Loop:
 
     def _values(self, done: int, measured: StepMetrics) -> dict[str, Any]:
         rate = self.rate
-        per_token = training_flops_per_token(self.config.model, self.config.data.context)
         values = dict(
             loss=self.loss,
             learning_rate=float(measured.learning_rate),
@@ -144,7 +142,7 @@ class Loop:
         if len(self.setup.mixture.sources) > 1:
             values["sources"] = self.setup.loader.sources(done)
         if rate.tokens_per_second is not None:
-            share = mfu(rate.tokens_per_second, per_token, jax.devices())
+            share = mfu(rate.tokens_per_second, self.flops_per_token, jax.devices())
             values |= {} if share is None else {"mfu": share}
         return values
 
