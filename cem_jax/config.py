@@ -323,6 +323,8 @@ class _Partial:
 
 
 def _override(name: str, value: Any) -> Any:
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r}: a field is named by text")
     annotation = fields().get(name)
     if annotation is None:
         raise ValueError(unknown(name, fields()))

@@ -55,7 +55,7 @@ class _Diagnostics:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # a ValueError: it has been closed
             self._stream.write(text)
         return len(text)
 
@@ -64,5 +64,5 @@ class _Diagnostics:
             self.write(line)
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._stream.flush()

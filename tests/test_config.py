@@ -265,6 +265,12 @@ def test_from_dict_checks():
         Config.from_dict({})
 
 
+@pytest.mark.parametrize("name", [3, None])
+def test_names_of_fields_are_text(name):
+    with pytest.raises(UserError, match=f"{name}: a field is named by text"):
+        load_config(BASE, {name: 1})
+
+
 def test_replacing_a_field_checks_again():
     c = load()
     with pytest.raises(UserError, match="does not divide"):

@@ -32,7 +32,11 @@ def require_made_by(output: Path, command: dict[str, Any], skip_bad_files: bool)
 
     Raises UserError with what differs, or with what its files lack; contents are not read.
     """
-    open_dataset(output)
+    try:
+        open_dataset(output)
+    except UserError as error:
+        advice = f"--output {output} is a damaged dataset: remove it, or name a new directory"
+        raise UserError(*error.messages, advice) from None
     description = read_description(output)
     then = description["command"]
     changed = changes(then, command)

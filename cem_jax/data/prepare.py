@@ -195,7 +195,8 @@ def _check_inputs(
 def _identity(found: FoundFiles) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for file in found.files:
-        digest.update(f"{file.path}\0{file.size}\0{file.version()}\0{file.split}\n".encode())
+        path = os.path.abspath(file.path) if isinstance(file.path, Path) else file.path
+        digest.update(f"{path}\0{file.size}\0{file.version()}\0{file.split}\n".encode())
     size = sum(file.size for file in found.files)
     return f"{len(found.files):,} files of {size:,} bytes ({digest.hexdigest()})"
 

@@ -27,7 +27,8 @@ def differences(sweep: Sweep, points: Sequence[Point]) -> list[dict[str, Any]]:
     found = []
     for arm, other in _pairs(sweep, [p for p in points if p.rows and p.rate == 1]):
         ours, theirs = ({row["seed"]: row["loss"] for row in p.rows} for p in (arm, other))
-        values = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+        pairs = (ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys()))
+        values = [pair for pair in pairs if math.isfinite(pair)]  # not of a run that diverged
         if values:
             found.append(
                 {

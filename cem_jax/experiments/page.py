@@ -61,7 +61,7 @@ class Page:
         self._parts.append(f"<table><tr>{head}</tr>{body}</table>")
 
     def write(self, file: Path, written: Iterable[str]) -> None:
-        """`written`: names of the files of this report beside the page."""
+        """`written`: names of the files of this report, the page too."""
         head = f'<meta charset="utf-8"><title>{html.escape(self._title)}</title>'
         head += "".join(f'<meta name="{_WRITTEN}" content="{html.escape(n)}">' for n in written)
         text = "\n".join(self._parts)
@@ -71,15 +71,24 @@ class Page:
         file.write_text(page, encoding="utf-8")
 
 
+def is_report(file: Path) -> bool:
+    """Whether the page was written by a report."""
+    return bool(_names(file))
+
+
 def written_with(file: Path) -> set[str]:
     """Names of the pictures and tables that were written with the page; none without a page."""
+    return {n for n in _names(file) if n.endswith((".png", ".csv")) and Path(n).name == n}
+
+
+def _names(file: Path) -> list[str]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return set()
+        return []
     head = text.partition("<style>")[0]
-    names = map(html.unescape, re.findall(f'<meta name="{_WRITTEN}" content="([^"]*)">', head))
-    return {n for n in names if n.endswith((".png", ".csv")) and Path(n).name == n}
+    found = re.findall(f'<meta name="{_WRITTEN}" content="([^"]*)">', head)
+    return [html.unescape(name) for name in found]
 
 
 def _list(items: Iterable[str]) -> str:

@@ -20,13 +20,13 @@ from cem_jax.experiments.energies import draw_energies, eigenvalue_table, energy
 from cem_jax.experiments.figures import draw
 from cem_jax.experiments.grid import BASE, Sweep, read_sweep
 from cem_jax.experiments.overview import arms_at, draw_overview
-from cem_jax.experiments.page import Page, written_with
+from cem_jax.experiments.page import Page, is_report, written_with
 from cem_jax.experiments.results import COLUMNS, points_of
 from cem_jax.experiments.rows import read_rows, write_csv
 from cem_jax.experiments.sections import Section
 from cem_jax.experiments.terminal import summary
 from cem_jax.experiments.unplaced import Unplaced, unplaced
-from cem_jax.train.places import place
+from cem_jax.train.places import place, writing
 
 PAPER = BASE.parent / "paper"
 _PAGE = "index.html"
@@ -36,8 +36,8 @@ def run(args: Namespace) -> dict[str, Any]:
     """{runs: the lines of all tables, best_rates, differences, missing, unplaced, files}.
 
     Missing runs are no error. Raises UserError, before anything is written, for a directory without
-    rows and without energies, or with rows of which none stands in a figure; and for a figure's
-    file with a mistake in it.
+    rows and without energies, or with rows of which none stands in a figure; for a figure's file
+    with a mistake in it; and for an output that is no directory, or has a page of somebody else's.
     """
     workdir = place(args.workdir)
     if is_url(workdir) and not args.output:
@@ -58,9 +58,11 @@ def run(args: Namespace) -> dict[str, Any]:
             *map(str, strays),
         )
     output = Path(args.output) if args.output else Path(workdir) / "report"
-    files = _Written(output, f"Runs in {workdir.name or workdir}").all(
-        sections, strays, energies, sorted({row["dataset"] for row in rows})
-    )
+    _require_own(output / _PAGE)
+    with writing(epath.Path(output)):
+        files = _Written(output, f"Runs in {workdir.name or workdir}").all(
+            sections, strays, energies, sorted({row["dataset"] for row in rows})
+        )
     out = sys.stderr if args.json else sys.stdout
     print(*summary(sections, strays), output / _PAGE, sep="\n", file=out)
     begun = [section for section in sections if section.begun]
@@ -72,6 +74,15 @@ def run(args: Namespace) -> dict[str, Any]:
         "unplaced": [group.json() for group in strays],
         "files": files,
     }
+
+
+def _require_own(page: Path) -> None:
+    """Raises UserError for a page that is there and that no report wrote, or a link."""
+    if page.is_symlink() or (page.is_file() and not is_report(page)):
+        raise UserError(
+            f"--output {page.parent}: {page.name} in it was not written by `cem report`; name "
+            "another directory, or remove it"
+        )
 
 
 def _sweeps(args: Namespace, sizes: set[str]) -> list[Sweep]:
@@ -169,8 +180,9 @@ class _Written:
 
     def _finish(self) -> None:
         earlier = written_with(self.output / _PAGE)
+        page = self._file(_PAGE)
         written = {file.name for file in self.files}
-        self.page.write(self._file(_PAGE), sorted(written))
+        self.page.write(page, sorted(written))
         for name in earlier - written:
             (self.output / name).unlink(missing_ok=True)
 

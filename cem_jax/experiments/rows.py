@@ -7,10 +7,12 @@ a run whose row is there is not run again. `cem report` reads both.
 import csv
 import io
 import json
+import math
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from numbers import Real
 from typing import Any
 
 import jax
@@ -26,6 +28,15 @@ from cem_jax.train.places import write_whole
 
 FORMAT = "cem_jax row 1"
 SPLIT = "test"
+
+_FIELDS = (
+    dict.fromkeys(("run", "key", "size", "dataset"), str)
+    | dict.fromkeys(("learning_rate", "seed", "parameters", "training_flops", "tokens"), Real)
+    | dict.fromkeys(("loss", "perplexity"), Real)
+    | dict.fromkeys(("seconds", "bits_per_byte"), Real | None)
+    | dict.fromkeys(("loss_at_steps", "config"), Mapping)
+)
+_MEASURED = ("loss", "perplexity", "loss_at_steps")
 
 
 def measure(run: Run, workdir: epath.Path, dataset: str) -> dict[str, Any]:
@@ -78,20 +89,34 @@ def training_seconds(lines: list[dict[str, Any]]) -> float | None:
 def read_rows(folder: epath.Path) -> dict[str, dict[str, Any]]:
     """The rows in `folder` and in the folders within it, by the runs' names.
 
-    Raises UserError for a file that is no JSON; JSON files that hold no row are passed over.
+    A loss or perplexity of null, as of a run that diverged, is NaN. Raises UserError for a file
+    that is no JSON or lacks a row's fields; JSON files that hold no row are passed over.
     """
     rows, problems = {}, []
     for file in sorted([*folder.glob("*.json"), *folder.glob("*/*.json")]):
         try:
             values = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             problems.append(f"{file}: cannot be read as JSON: {error}")
             continue
-        if isinstance(values, Mapping) and values.get("format") == FORMAT:
-            rows[values["run"]] = values
+        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
+            continue
+        row = dict(values) | {n: _finite_or_nan(values.get(n)) for n in _MEASURED}
+        wrong = [name for name, kind in _FIELDS.items() if not isinstance(row.get(name), kind)]
+        if wrong:
+            problems.append(f"{file}: a row without, or of another kind: {', '.join(wrong)}")
+        else:
+            rows[row["run"]] = row
     if problems:
         raise UserError(*problems)
     return rows
+
+
+def _finite_or_nan(value: Any) -> Any:
+    """A measurement, or several by name, with NaN for what JSON could not hold."""
+    if isinstance(value, Mapping):
+        return {name: _finite_or_nan(one) for name, one in value.items()}
+    return math.nan if value is None else value
 
 
 def write_json(path: epath.Path, value: Any) -> None:

@@ -64,7 +64,7 @@ def initialised_from(
     if hashes[0] not in (None, hashes[1]):
         say(f"trained with tokenizer {hashes[0]} there, {hashes[1]} here")
     record = {
-        "from": str(origin),
+        "from": str(workdir),
         "checkpoint": step,
         "taken": len(taken),
         "fresh": [_shown(name) for name in ours if name not in taken],
@@ -91,18 +91,18 @@ def require_origin(
     say(f"the run in {workdir} goes on; --init-from {init_from} is not read again")
 
 
-def require_no_origin(workdir: epath.Path) -> None:
-    """Of a run without a checkpoint that is begun again with fresh parameters.
+def require_same_start(workdir: epath.Path, init_from: str | None) -> None:
+    """Of a run without a checkpoint that is begun again.
 
     Raises:
-      UserError: it was begun with those of another run.
+      UserError: it was begun with the parameters of another run than `init_from`.
     """
     events = (line for line in metrics_so_far(workdir) if line.get("event") == "initialised")
     origins = [event["from"] for event in events]
-    if origins:
+    if origins and (init_from is None or _real(init_from) != _real(origins[-1])):
         raise UserError(
             f"{workdir}: the run was begun with --init-from {origins[-1]} and has no checkpoint "
-            "yet; give --init-from again, or use another --workdir"
+            "yet; give that again, or use another --workdir"
         )
 
 

@@ -26,7 +26,7 @@ from cem_jax.train.changes import (
     windows_consumed,
 )
 from cem_jax.train.checkpoint import Checkpointer
-from cem_jax.train.initial import ORIGIN, initialised_from, require_no_origin, require_origin
+from cem_jax.train.initial import ORIGIN, initialised_from, require_origin, require_same_start
 from cem_jax.train.metrics import MetricsWriter, SilentMetrics
 from cem_jax.train.places import place
 from cem_jax.train.rundir import (
@@ -184,8 +184,7 @@ def _require_new(checkpointer: Checkpointer, before: Config, init_from: str | No
     """Raises UserError where a run without a checkpoint is not to be begun again like this."""
     workdir = checkpointer.directory.parent
     require_nothing_lost(workdir, checkpointer.once_complete(), before)
-    if init_from is None:
-        require_no_origin(workdir)
+    require_same_start(workdir, init_from)
 
 
 def _no_optimizer_state(workdir: epath.Path) -> UserError:

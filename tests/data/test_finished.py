@@ -91,6 +91,12 @@ def test_changed_inputs_are_told(tmp_path, corpus, command, capsys, name):
     assert "input files: '1 files of " in shown
 
 
+def test_the_spelling_of_a_path_is_no_change(tmp_path, corpus, model_file, monkeypatch):
+    prepare([str(corpus)], model_file, tmp_path / "out")
+    monkeypatch.chdir(corpus.parent)
+    assert prepare([corpus.name], model_file, tmp_path / "out")["tokens"] > 0
+
+
 def test_without_a_record_it_is_a_directory_like_others(tmp_path, command, capsys):
     """Made by a version that kept none."""
     assert cli.main(command) == 0
@@ -107,7 +113,9 @@ def test_a_damaged_dataset_is_not_finished(tmp_path, command, capsys):
     assert cli.main(command) == 0
     (tmp_path / "out" / "train" / "tokens-00000.npy").unlink()
     assert cli.main(command) == 2
-    assert "tokens-00000.npy is missing" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "tokens-00000.npy is missing" in told
+    assert "is a damaged dataset: remove it, or name a new directory" in told
     (tmp_path / "out" / "dataset.json").write_text("[]")
     assert cli.main(command) == 2
     assert "exists and is not empty" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import statistics
 
@@ -236,3 +237,46 @@ def test_energies_are_drawn(steps, mlp, folder, capsys):
         ("attention", 0),
         ("attention", 1),
     ]
+
+
+@pytest.mark.parametrize("value", [None, math.nan])
+@pytest.mark.parametrize("name", ["loss", "perplexity"])
+def test_a_run_that_diverged_is_shown_and_compared_with_nothing(name, value, folder, capsys):
+    path = write_figure(folder, plot="arms")
+    keep(folder, path, lambda arm, run: 20.0, seeds=range(3))
+    file = min((folder / "rows").glob("*seed1.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+    result = report(folder, capsys, "--config", path)
+    means = [line[name] for line in result["runs"]]
+    assert means.count(None) == 1 and len(means) == 2  # not finite: null in JSON
+    (pair,) = result["differences"]
+    assert pair["seeds"] == (2 if name == "loss" else 3)
+
+
+@pytest.mark.parametrize(
+    "change", [{"run": None}, {"config": None}, {"seed": "0"}, {"loss": "low"}, {"tokens": None}]
+)
+def test_a_row_that_lacks_something_is_named(change, folder, capsys):
+    path = write_figure(folder)
+    keep(folder, path, lambda arm, run: 20.0)
+    file = min((folder / "rows").glob("*.json"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert main(["report", "--workdir", str(folder / "rows"), "--config", path]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"{file.name}: a row without, or of another kind: {next(iter(change))}")
+
+
+def test_an_output_that_is_not_a_reports_is_left_alone(folder, capsys):
+    path = write_figure(folder)
+    keep(folder, path, lambda arm, run: 20.0)
+    (folder / "file").write_text("mine")
+    (folder / "page").mkdir()
+    (folder / "page" / "index.html").write_text("mine")
+    (folder / "link").mkdir()
+    (folder / "link" / "index.html").symlink_to(folder / "file")
+    for name in ("file", "page", "link"):
+        flags = ["--config", path, "--output", str(folder / name)]
+        assert main(["report", "--workdir", str(folder / "rows"), *flags]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("cem: error: ") and name in line
+    assert (folder / "file").read_text() == (folder / "page" / "index.html").read_text() == "mine"

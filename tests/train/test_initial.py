@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -118,6 +119,8 @@ def test_a_run_killed_before_its_first_save_is_not_begun_afresh(dataset, origin,
         patch.setattr(loop, "write_run_files", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             loop.train(config, tmp_path, init_from=str(origin), stream=io.StringIO())
-    with pytest.raises(UserError, match=f"begun with --init-from {origin} and has no checkpoint"):
-        loop.train(config, tmp_path)
+    shutil.copytree(origin, tmp_path / "another")
+    for init_from in (None, str(tmp_path / "another")):
+        with pytest.raises(UserError, match=f"begun with --init-from {origin} and has no check"):
+            loop.train(config, tmp_path, init_from=init_from)
     assert loop.train(config, tmp_path, init_from=str(origin))["step"] == 2
