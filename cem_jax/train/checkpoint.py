@@ -27,6 +27,7 @@ import orbax.checkpoint as ocp
 from cem_jax.data.remote import is_url
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.parallel import distributed
+from cem_jax.train.background import behind_the_steps
 from cem_jax.train.integrity import Damage, is_whole, write_checksums
 from cem_jax.train.inventory import INFO_FILE, LEFTOVER, NAME, Inventory
 from cem_jax.train.naming import as_array, describe, differences, named_leaves, nested, placed
@@ -153,13 +154,12 @@ class Checkpointer:
         try:
             self._make_room(step)
             self._there.saving, self._info = step, info
-            self._orbax.save(
-                self.directory / str(step),
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(stored), info=ocp.args.JsonSave(info)
-                ),
-                force=True,  # an empty or unfinished directory of that name may stand there
+            arguments = ocp.args.Composite(
+                state=ocp.args.PyTreeSave(stored), info=ocp.args.JsonSave(info)
             )
+            with behind_the_steps():
+                # force: an empty or unfinished directory of that name may stand there
+                self._orbax.save(self.directory / str(step), args=arguments, force=True)
         except Exception as error:
             raise self._failure(step, error) from error
 
