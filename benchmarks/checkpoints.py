@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 from run import SIZE, config, small_dataset, stepper, table
 
-from cem_jax.train.checkpoint import Checkpointer
-from cem_jax.train.integrity import find_damage
+from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.integrity import find_damage
 
 SAVES = 24
 STEPS = 8  # of a block: with a save that begins at its start, or without

@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import sentencepiece
 
-from cem_jax.data.files import find_files
-from cem_jax.data.loader import TrainLoader
-from cem_jax.data.prepare import prepare
-from cem_jax.data.readers import Fields, read_document, read_records
-from cem_jax.data.store import TokenStream, open_dataset
+from cem_jax.data.corpus.files import find_files
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.corpus.readers import Fields, read_document, read_records
+from cem_jax.data.dataset.loader import TrainLoader
+from cem_jax.data.dataset.store import TokenStream, open_dataset
 
 DATA = Path(os.environ.get("CEM_TEST_DATA", ""))
 CORPUS, MODEL = DATA / "slimpajama-mini", DATA / "tokenizers" / "mistral-v1-32k.model"

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from cem_jax.config import load_config
 from cem_jax.kernels import dense, gpu
-from cem_jax.kernels.inputs import Inputs, Plan
+from cem_jax.kernels.call import Inputs, Plan
 from cem_jax.train.flops import mfu, training_flops_per_token
 from cem_jax.train.step import initial_state, make_train_step
 

@@ -74,7 +74,7 @@ def kernels(sizes) -> bool:
     import jax.numpy as jnp
 
     from cem_jax.kernels import dense, gpu
-    from cem_jax.kernels.inputs import Inputs, Plan
+    from cem_jax.kernels.call import Inputs, Plan
 
     [device] = topology()
     sharding = jax.sharding.SingleDeviceSharding(device)
@@ -163,7 +163,7 @@ def steps(sizes) -> bool:
     import jax.numpy as jnp
 
     from cem_jax.config import load_config
-    from cem_jax.parallel.mesh import batch_sharding, in_mesh, make_mesh
+    from cem_jax.sharding.mesh import batch_sharding, in_mesh, make_mesh
     from cem_jax.train.setup import abstract_state
     from cem_jax.train.step import make_train_step
 

@@ -132,8 +132,8 @@ def recursion() -> None:
 
 
 def loop() -> None:
-    from cem_jax.train.loop import train
-    from cem_jax.train.metrics import read_metrics
+    from cem_jax.runs.metrics import read_metrics
+    from cem_jax.runs.training import train
 
     with tempfile.TemporaryDirectory() as folder:
         data = small_dataset(Path(folder))
@@ -159,7 +159,7 @@ def loop() -> None:
 
 
 def small_dataset(folder: Path) -> str:
-    from cem_jax import demo
+    from cem_jax.commands import demo
 
     demo.copy_corpus(demo.standard_library(), folder / "corpus")
     model, data = folder / "t.model", folder / "data"

@@ -8,9 +8,9 @@ import numpy as np
 from soak_runs import FIELDS, logs_of
 
 from cem_jax.config import Config
-from cem_jax.train.checkpoint import Checkpointer
-from cem_jax.train.metrics import read_metrics
-from cem_jax.train.rundir import read_config
+from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.directory import read_config
+from cem_jax.runs.metrics import read_metrics
 from cem_jax.train.setup import abstract_state
 
 

@@ -63,8 +63,8 @@ MESHES = (
 
 def dataset(folder: Path) -> Path:
     """Generated text, prepared: so little that a run passes over it several times."""
-    from cem_jax.data import tokenizer
-    from cem_jax.data.prepare import prepare
+    from cem_jax.data.corpus.prepare import prepare
+    from cem_jax.data.dataset import tokenizer
 
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdeimnorstu", k=rng.randint(2, 6))) for _ in range(60)]
@@ -189,7 +189,7 @@ def saved_steps(workdir: Path) -> list[int]:
 
 def final_loss(workdir: Path) -> float:
     """Of the last validation, over the whole split."""
-    from cem_jax.train.metrics import read_metrics
+    from cem_jax.runs.metrics import read_metrics
 
     return [line for line in read_metrics(workdir) if line["kind"] == "eval"][-1]["loss"]
 

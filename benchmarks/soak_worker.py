@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 def main() -> int:
     from cem_jax import cli
-    from cem_jax.parallel.distributed import local_rows
-    from cem_jax.parallel.mesh import batch_sharding
-    from cem_jax.train import stepping
+    from cem_jax.distributed.session import local_rows
+    from cem_jax.runs import loop
+    from cem_jax.sharding.mesh import batch_sharding
 
     log = open(sys.argv[1], "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - until the end
-    trained, placed = stepping.Loop.run, stepping.place_batch
+    trained, placed = loop.Loop.run, loop.place_batch
     step = iter(())
 
     def run(self, state, start, owes_validation):
@@ -37,7 +37,7 @@ def main() -> int:
         log.write(json.dumps(line) + "\n")
         return placed(batch, mesh)
 
-    stepping.Loop.run, stepping.place_batch = run, place
+    loop.Loop.run, loop.place_batch = run, place
     return cli.main(["train", *sys.argv[2:]])
 
 
@@ -45,8 +45,8 @@ def _global_rows(batch, mesh) -> int:
     """Rows of the whole batch, of which this process has those of its devices."""
     import jax
 
-    from cem_jax.parallel.distributed import local_rows
-    from cem_jax.parallel.mesh import batch_sharding
+    from cem_jax.distributed.session import local_rows
+    from cem_jax.sharding.mesh import batch_sharding
 
     ways = jax.device_count()
     share = local_rows(batch_sharding(mesh), ways)

@@ -30,7 +30,7 @@ def dumped(module) -> list[str]:
 
 def bytes_moved(text: list[str], module, sizes, kind: str) -> int:
     """A block that no DMA has the size of is not in HBM: XLA keeps small arrays on the chip."""
-    from cem_jax.kernels.tpu_plan import padded_bytes
+    from cem_jax.kernels.tpu.plan import padded_bytes
 
     granule = GRANULES.get(kind, 32)
     found = {int(granules) * granule for line in text for granules in DMA.findall(line)}

@@ -24,8 +24,8 @@ from jax.experimental import topologies
 
 from cem_jax.energy import StepNorm, descend, rms_norm
 from cem_jax.energy.elementwise import hidden_force
-from cem_jax.kernels import project, readout
-from cem_jax.parallel.mesh import in_mesh, make_mesh
+from cem_jax.sharding.linear import project, readout
+from cem_jax.sharding.mesh import in_mesh, make_mesh
 from cem_jax.train.loss import _chunk_length, _chunked_losses
 
 BATCH, POSITIONS, DIM, WIDTH, VOCABULARY = 8, 2048, 864, 2304, 32_000

@@ -92,9 +92,9 @@ def measure(topology: str, size: str, what: str, options) -> dict:
     import jax
     from tpu_bundles import bytes_moved, cycles_of, dumped
 
+    from cem_jax.aot.topology import open_topology
     from cem_jax.kernels import tpu
-    from cem_jax.kernels.inputs import Plan
-    from cem_jax.parallel.topology import open_topology
+    from cem_jax.kernels.call import Plan
 
     device = open_topology(topology).devices[0]
     kind = jax.sharding.AbstractDevice(
@@ -132,7 +132,7 @@ def measure(topology: str, size: str, what: str, options) -> dict:
 
 def around_kernels(text: str) -> int:
     """Bytes that XLA's own instructions move: a kernel's operands are not among them."""
-    from cem_jax.parallel import hlo, traffic
+    from cem_jax.aot import hlo, traffic
 
     kernel = 'custom_call_target="tpu_custom_call"'
     free = lambda line: line.replace(" custom-call(", " after-all(") if kernel in line else line
@@ -195,14 +195,15 @@ class Program:
         """(module, sizes, heads at a time) of each kernel in the program."""
         import jax
 
-        from cem_jax.kernels import tpu, tpu_backward, tpu_forward
-        from cem_jax.kernels.tpu_call import fitted
+        from cem_jax.kernels import tpu
+        from cem_jax.kernels.tpu import backward, forward
+        from cem_jax.kernels.tpu.call import fitted
 
         inputs = jax.eval_shape(self._inputs, flat)
         if what in ("forward", "both"):
-            yield *fitted(tpu.FORWARD, inputs, self.plan), tpu_forward.HEADS_TOGETHER
+            yield *fitted(tpu.FORWARD, inputs, self.plan), forward.HEADS_TOGETHER
         if what in ("backward", "both"):
-            yield *fitted(tpu.BACKWARD, inputs, self.plan), tpu_backward.HEADS_TOGETHER
+            yield *fitted(tpu.BACKWARD, inputs, self.plan), backward.HEADS_TOGETHER
 
     def _both(self, module, flat, bar):
         lse, o, _ = self._forward(module, flat)
@@ -217,7 +218,7 @@ class Program:
         return self._flattened(module.backward(inputs, self.plan, lse, o_BJKR, None, bar))
 
     def _inputs(self, flat: dict):
-        from cem_jax.kernels.inputs import Inputs
+        from cem_jax.kernels.call import Inputs
 
         split = {n: self._by_head(flat[n]) for n in ("q", "k")}
         shared = {n: _first(flat[n]) for n in ("g", "h")}

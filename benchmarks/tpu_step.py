@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from cem_jax.config import load_config
-from cem_jax.parallel.mesh import batch_sharding, in_mesh, make_mesh
+from cem_jax.sharding.mesh import batch_sharding, in_mesh, make_mesh
 from cem_jax.train.setup import abstract_state
 from cem_jax.train.step import make_train_step
 

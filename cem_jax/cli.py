@@ -19,25 +19,25 @@ from typing import Any, NoReturn
 
 from cem_jax import arguments
 from cem_jax.arguments.common import local_path
+from cem_jax.config.values import split_flags
 from cem_jax.console import lasting
 from cem_jax.errors import RunFailed, UserError
-from cem_jax.overrides import split_flags
 
 _RUNS = {
-    "train": "cem_jax.train.loop",
-    "eval": "cem_jax.evaluate",
-    "generate": "cem_jax.generate",
-    "export": "cem_jax.export",
-    "import": "cem_jax.importer",
-    "inspect": "cem_jax.summary",
-    "compile": "cem_jax.compile",
+    "train": "cem_jax.runs.training",
+    "eval": "cem_jax.commands.eval",
+    "generate": "cem_jax.commands.generate",
+    "export": "cem_jax.commands.export",
+    "import": "cem_jax.commands.import_",
+    "inspect": "cem_jax.commands.inspect",
+    "compile": "cem_jax.commands.compile",
     "verify": "cem_jax.verify",
-    "tokenizer": "cem_jax.data.tokenizer",
-    "prepare": "cem_jax.data.prepare",
-    "sweep": "cem_jax.experiments.sweep",
-    "report": "cem_jax.experiments.report",
-    "synthetic": "cem_jax.experiments.synthetic",
-    "demo": "cem_jax.demo",
+    "tokenizer": "cem_jax.data.dataset.tokenizer",
+    "prepare": "cem_jax.data.corpus.prepare",
+    "sweep": "cem_jax.studies.figures.sweep",
+    "report": "cem_jax.studies.figures.report",
+    "synthetic": "cem_jax.studies.synthetic.study",
+    "demo": "cem_jax.commands.demo",
 }
 _WITH_CONFIG = ("train", "verify", "inspect", "compile", "sweep", "report")
 

@@ -297,7 +297,7 @@ def test_a_closed_pipe_is_no_traceback():
     script = (
         "import sys, types, cem_jax.cli as cli\n"
         "def run(args):\n  for _ in range(100_000): print('a line of output')\n  return {}\n"
-        "sys.modules['cem_jax.demo'] = types.SimpleNamespace(run=run)\n"
+        "sys.modules['cem_jax.commands.demo'] = types.SimpleNamespace(run=run)\n"
         "sys.exit(cli.main(['demo']))\n"
     )
     process = subprocess.Popen(
@@ -316,7 +316,7 @@ def test_output_to_a_full_disk_is_no_traceback(flags):
     script = (
         "import sys, types, cem_jax.cli as cli\n"
         "def run(args):\n  print('a line of output')\n  return {}\n"
-        "sys.modules['cem_jax.demo'] = types.SimpleNamespace(run=run)\n"
+        "sys.modules['cem_jax.commands.demo'] = types.SimpleNamespace(run=run)\n"
         f"sys.exit(cli.main(['demo', *{flags}]))\n"
     )
     with open("/dev/full", "w") as full:

@@ -15,7 +15,7 @@ def run(args):
     print("progress", file=sys.stderr, flush=True)
     open(sys.argv[1], "w").write("done")
     return {"step": 3}
-sys.modules["cem_jax.demo"] = types.SimpleNamespace(run=run)
+sys.modules["cem_jax.commands.demo"] = types.SimpleNamespace(run=run)
 sys.exit(cli.main(["demo", "--json"]))
 """
 

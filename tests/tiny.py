@@ -7,7 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 
 from cem_jax.config import Config, load_config
-from cem_jax.data import prepare, tokenizer
+from cem_jax.data.corpus import prepare
+from cem_jax.data.dataset import tokenizer
 
 BASE = str(Path(__file__).parents[1] / "configs" / "base.py")
 WORDS = ["gradient", "energy", "step", "layer", "token", "query", "key", "head", "norm", "loss"]

@@ -13,11 +13,11 @@ import numpy as np
 from model_configs import full_config, random_parameters
 
 from cem_jax.config import Config, load_config
-from cem_jax.data.prepare import prepare
-from cem_jax.data.tokenizer import Tokenizer
-from cem_jax.data.tokenizer_training import train_model
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.corpus.tokenizer_training import train_model
+from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.model import pure
-from cem_jax.train.checkpoint import Checkpointer
+from cem_jax.runs.checkpoint import Checkpointer
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = 16

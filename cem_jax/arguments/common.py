@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from cem_jax.overrides import Range, parse
+from cem_jax.config.values import Range, parse
 
 COUNT = Annotated[int, Range(low=1)]
 INDEX = Annotated[int, Range(low=0)]

@@ -5,7 +5,7 @@ import os
 from typing import Annotated, Any
 
 from cem_jax.arguments.common import COUNT, local_path, text, value
-from cem_jax.overrides import Range
+from cem_jax.config.values import Range
 
 
 def add(commands: Any) -> None:

@@ -4,8 +4,8 @@ import sys
 from typing import Annotated, Any
 
 from cem_jax.arguments.common import COUNT, INDEX, SEED, add_workdir, text, value
+from cem_jax.config.values import Range
 from cem_jax.errors import UserError
-from cem_jax.overrides import Range
 
 
 def add(commands: Any) -> None:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from cem_jax.energy.activation import activation as sigma_by_name
 from cem_jax.energy.activation import antiderivative
 from cem_jax.energy.arrays import same_dtype
-from cem_jax.kernels import project, readout
+from cem_jax.sharding.linear import project, readout
 
 
 def elementwise_energy(

@@ -29,7 +29,8 @@ from jaxtyping import Array, Float, Int
 from cem_jax.energy.arrays import same_dtype
 from cem_jax.energy.position import Rotary, rotate
 from cem_jax.energy.preconditioner import Preconditioner, precondition
-from cem_jax.kernels import attend, attend_cached, project, readout, total_log_partition
+from cem_jax.kernels import attend, attend_cached, total_log_partition
+from cem_jax.sharding.linear import project, readout
 
 
 class Context(NamedTuple):

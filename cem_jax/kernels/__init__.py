@@ -5,7 +5,7 @@ Attention is the derivative of a log-partition function. With
     s_ijk = (k_jk·q_ik + g_i·h_j)/τ − m_k(i−j) + β_k[i=j]        lse_ik = log Σ_{j≤i} exp s_ijk
 
 ∂lse_ik/∂q_ik = o_ik/τ, o_ik = Σ_j softmax_j(s_ijk) k_jk: attention with its keys as values. So
-`jax.grad` of an energy −τ Σ_k lse_ik runs the fused attention, and training differentiates that.
+`jax.grad` of an energy −τ Σ_k lse_ik runs the fused dispatch, and training differentiates that.
 
 This package knows nothing of the rest of the project.
 """
@@ -18,18 +18,16 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal
 from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels import attention, dense
-from cem_jax.kernels.attention import (
+from cem_jax.kernels import dense, dispatch
+from cem_jax.kernels.cached import attend_cached
+from cem_jax.kernels.call import Inputs, Plan, check_context, number, validated
+from cem_jax.kernels.dispatch import (
     FUSED_PLATFORMS,
     IMPLEMENTATIONS,
     OUTPUT,
     Unavailable,
     target_platform,
 )
-from cem_jax.kernels.cached import attend_cached
-from cem_jax.kernels.inputs import Inputs, Plan, check_context, number, validated
-from cem_jax.kernels.linear import project, readout, weight_gradient
-from cem_jax.kernels.partition import lay_out, split_in_use, whole_rows
 
 __all__ = [
     "FUSED_PLATFORMS",
@@ -38,15 +36,9 @@ __all__ = [
     "Unavailable",
     "attend",
     "attend_cached",
-    "lay_out",
     "log_partition",
-    "project",
-    "readout",
-    "split_in_use",
     "target_platform",
     "total_log_partition",
-    "weight_gradient",
-    "whole_rows",
 ]
 
 
@@ -107,7 +99,7 @@ def attend(
     if context != "none" and h is None:
         raise ValueError(f"context={context!r} averages h, which is not given")
     plan = _plan(tau, context, implementation, block_sizes, interpret)
-    return attention.attend(implementation, inputs, plan)
+    return dispatch.attend(implementation, inputs, plan)
 
 
 def _plan(tau, context, implementation, block_sizes, interpret) -> Plan:
@@ -143,7 +135,7 @@ def _log_partition(inputs: Inputs, tau, implementation, block_sizes, interpret, 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused_log_partition(static, inputs: Inputs):
     implementation, plan, head_sum = static
-    lse_BKJ, _, _ = attention.attend(implementation, inputs, plan)
+    lse_BKJ, _, _ = dispatch.attend(implementation, inputs, plan)
     return lse_BKJ.sum(-2) if head_sum else lse_BKJ
 
 
@@ -158,10 +150,10 @@ def _forward(static, primals: Inputs):
     if asked <= {"q", "g"} and (head_sum or not shared_g or "g" not in asked):
         context = ("summed" if shared_g else "per_head") if "g" in asked else "none"
         plan = plan._replace(context=context)
-        lse_BKJ, o_BJKR, a = attention.attend(implementation, inputs, plan)
+        lse_BKJ, o_BJKR, a = dispatch.attend(implementation, inputs, plan)
         residuals = (inputs, o_BJKR, a, None)
     else:
-        alone = lambda t: attention.attend(implementation, t, plan)[0]
+        alone = lambda t: dispatch.attend(implementation, t, plan)[0]
         lse_BKJ, pull_back = jax.vjp(alone, inputs)
         residuals = (inputs, None, None, pull_back)
     return (lse_BKJ.sum(-2) if head_sum else lse_BKJ), residuals

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cem_jax.kernels.call import Inputs, Plan, accumulator
 from cem_jax.kernels.chunks import Chunks
-from cem_jax.kernels.inputs import Inputs, Plan, accumulator
 
 
 class Window(NamedTuple):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels.inputs import accumulator, check_context
+from cem_jax.kernels.call import accumulator, check_context
 
 
 def attend_cached(

@@ -8,7 +8,7 @@ Shapes: B leading axes · J positions (i query, j key) · K heads · R head dim 
 import jax
 import jax.numpy as jnp
 
-from cem_jax.kernels.inputs import Inputs, accumulator
+from cem_jax.kernels.call import Inputs, accumulator
 
 
 def scores(inputs: Inputs, tau: float) -> jax.Array:

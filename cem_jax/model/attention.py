@@ -22,9 +22,9 @@ from cem_jax.energy.interaction import (
     force_on_state,
     heads_apart,
 )
-from cem_jax.kernels import lay_out
 from cem_jax.model.parameters import constant, matrix, preconditioner
 from cem_jax.model.sublayer import CEMSublayer, positions_of
+from cem_jax.sharding.layout import lay_out
 
 
 class Frame(NamedTuple):

@@ -16,9 +16,10 @@ from cem_jax.config import ModelConfig
 from cem_jax.energy import Rotary, alibi_slopes, rms_norm, rotate
 from cem_jax.energy.activation import activation
 from cem_jax.energy.interaction import heads_apart, heads_together
-from cem_jax.kernels import attend, attend_cached, project, readout
+from cem_jax.kernels import attend, attend_cached
 from cem_jax.model.parameters import constant, matrix
 from cem_jax.model.sublayer import ReusedSublayer, positions_of
+from cem_jax.sharding.linear import project, readout
 
 
 class Cache(NamedTuple):

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float
 from cem_jax.config import ModelConfig
 from cem_jax.energy import precondition
 from cem_jax.energy.elementwise import hidden_energy, hidden_force
-from cem_jax.kernels import project, readout
 from cem_jax.model.parameters import matrix, preconditioner
 from cem_jax.model.sublayer import CEMSublayer
+from cem_jax.sharding.linear import project, readout
 
 
 class Frame(NamedTuple):

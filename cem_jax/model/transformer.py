@@ -15,11 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from cem_jax.config import ModelConfig
 from cem_jax.energy import rms_norm
-from cem_jax.kernels import OUTPUT, lay_out, project, whole_rows
+from cem_jax.kernels import OUTPUT
 from cem_jax.model.attention import CEMAttention
 from cem_jax.model.llama import GatedMLP, LlamaAttention
 from cem_jax.model.mlp import CEMMLP
 from cem_jax.model.parameters import matrix, norm_weight
+from cem_jax.sharding.layout import lay_out, whole_rows
+from cem_jax.sharding.linear import project
 
 ATTENTION = {"cem": CEMAttention, "llama": LlamaAttention}
 MLP = {"cem": CEMMLP, "gated": GatedMLP}

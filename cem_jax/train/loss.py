@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels import readout, split_in_use, target_platform, weight_gradient
+from cem_jax.kernels import target_platform
 from cem_jax.model import Transformer
+from cem_jax.sharding.layout import split_in_use
+from cem_jax.sharding.linear import readout, weight_gradient
 
 # Elements of a chunk's logits on one device. Each chunk reads the head and adds to its gradient,
 # so an accelerator gets few large ones, 256 MiB in float32; on CPU 4 MiB stay in its caches, which

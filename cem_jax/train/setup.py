@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from cem_jax.config import Config
-from cem_jax.data.checks import check_token_ids
-from cem_jax.data.loader import TrainLoader
-from cem_jax.data.mixture import Mixture, open_mixture, open_source, single
+from cem_jax.data.dataset.checks import check_token_ids
+from cem_jax.data.dataset.loader import TrainLoader
+from cem_jax.data.dataset.mixture import Mixture, open_mixture, open_source, single
+from cem_jax.distributed.session import global_arrays, local_rows, together
 from cem_jax.errors import UserError
 from cem_jax.kernels import Unavailable
 from cem_jax.model import pure
-from cem_jax.parallel.distributed import global_arrays, local_rows, together
-from cem_jax.parallel.mesh import (
+from cem_jax.runs.jax_settings import configure_jax
+from cem_jax.sharding.mesh import (
     MESH_AXES,
     batch_sharding,
     in_mesh,
@@ -25,10 +26,9 @@ from cem_jax.parallel.mesh import (
     shardings,
     validate,
 )
+from cem_jax.train.evaluator import Evaluator
 from cem_jax.train.loss import sum_of_losses
-from cem_jax.train.runtime import configure_jax
 from cem_jax.train.step import TrainState, initial_state, make_train_step
-from cem_jax.train.validation import Evaluator
 
 
 class Setup(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
-from cem_jax.experiments.grid import Arm, Sweep
+from cem_jax.studies.figures.grid import Arm, Sweep
 from configs.paper import arms, sizes
 
 

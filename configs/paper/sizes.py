@@ -6,7 +6,7 @@ from types import ModuleType
 from ml_collections import ConfigDict
 
 from cem_jax.errors import UserError
-from cem_jax.experiments.grid import Arm
+from cem_jax.studies.figures.grid import Arm
 from configs import llama_86m, llama_108m, llama_134m, llama_162m, llama_256m
 from configs.paper import mini
 

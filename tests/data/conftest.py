@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from corpora import MakeDataset, write_jsonl
 
-from cem_jax.data.prepare import prepare
-from cem_jax.data.store import Dataset, open_dataset
-from cem_jax.data.tokenizer import Tokenizer
-from cem_jax.data.tokenizer_training import train_model
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.corpus.tokenizer_training import train_model
+from cem_jax.data.dataset.store import Dataset, open_dataset
+from cem_jax.data.dataset.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

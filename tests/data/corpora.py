@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cem_jax.data.store import Dataset
+from cem_jax.data.dataset.store import Dataset
 
 MakeDataset = Callable[..., Dataset]
 

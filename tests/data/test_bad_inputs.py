@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import all_tokens, write_jsonl
 
-from cem_jax.data import json_text, readers
-from cem_jax.data.prepare import prepare
-from cem_jax.data.store import open_dataset
+from cem_jax.data.corpus import json_text, readers
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.dataset.store import open_dataset
 from cem_jax.errors import UserError
 
 GOOD = b'{"text": "good"}\n'
@@ -193,7 +193,7 @@ def test_memory_stays_within_bounds_with_a_document_of_200_megabytes(tmp_path, m
         file.write(end)
     code = (
         "import sys\n"
-        "from cem_jax.data.prepare import prepare\n"
+        "from cem_jax.data.corpus.prepare import prepare\n"
         "prepare([sys.argv[1]], sys.argv[2], sys.argv[3], validation_fraction=0.0)\n"
         "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
     )

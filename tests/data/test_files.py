@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from cem_jax.data.files import file_format, find_files
+from cem_jax.data.corpus.files import file_format, find_files
 from cem_jax.errors import UserError
 
 

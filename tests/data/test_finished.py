@@ -6,9 +6,9 @@ import pytest
 from corpora import files_of, write_jsonl
 
 from cem_jax import cli
-from cem_jax.data.checks import check_dataset
-from cem_jax.data.prepare import prepare
-from cem_jax.data.store import description_bytes, open_dataset
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.dataset.checks import check_dataset
+from cem_jax.data.dataset.store import description_bytes, open_dataset
 from cem_jax.errors import UserError
 
 FRACTION = 0.2

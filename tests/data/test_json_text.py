@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cem_jax.data import json_text, readers
-from cem_jax.data.compression import BadFile
-from cem_jax.data.json_text import BadRecord, LongString, array_elements, parse_cut
-from cem_jax.data.readers import Fields, Record, read_document
+from cem_jax.data.corpus import json_text, readers
+from cem_jax.data.corpus.compression import BadFile
+from cem_jax.data.corpus.json_text import BadRecord, LongString, array_elements, parse_cut
+from cem_jax.data.corpus.readers import Fields, Record, read_document
 
 # Quotes, backslashes, controls, characters of one to four bytes: what a cut could go wrong in.
 ALPHABET = 'ab"\\/\n\t\0 ,:[]{}é汉🚀\u2028'

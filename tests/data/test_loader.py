@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from corpora import all_tokens
 
-from cem_jax.data.loader import TrainLoader, eval_batches
-from cem_jax.data.mixture import open_mixture
+from cem_jax.data.dataset.loader import TrainLoader, eval_batches
+from cem_jax.data.dataset.mixture import open_mixture
 from cem_jax.errors import UserError
 
 J = 16

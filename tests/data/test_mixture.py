@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cem_jax.data.mixture import Mixture, open_mixture
+from cem_jax.data.dataset.mixture import Mixture, open_mixture
 from cem_jax.errors import UserError
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from corpora import all_tokens, write_jsonl
 
-from cem_jax.data.loader import TrainLoader
-from cem_jax.data.mixture import open_mixture
-from cem_jax.data.prepare import prepare
-from cem_jax.data.store import open_dataset
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.dataset.loader import TrainLoader
+from cem_jax.data.dataset.mixture import open_mixture
+from cem_jax.data.dataset.store import open_dataset
 from cem_jax.errors import UserError
 
 J = 16

@@ -6,7 +6,7 @@ import pytest
 from corpora import all_tokens
 from model_configs import full_config, model_config, random_parameters
 
-from cem_jax.data.loader import TrainLoader, eval_batches
+from cem_jax.data.dataset.loader import TrainLoader, eval_batches
 from cem_jax.model import pure
 from cem_jax.train.loss import sum_of_losses
 

@@ -14,10 +14,10 @@ import pytest
 import sentencepiece
 from corpora import all_tokens, files_of, write_jsonl
 
-from cem_jax.data import prepare as prepare_module
-from cem_jax.data.prepare import prepare
-from cem_jax.data.store import open_dataset
-from cem_jax.data.tokenizer import Tokenizer
+from cem_jax.data.corpus import prepare as prepare_module
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.dataset.store import open_dataset
+from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 
 
@@ -224,7 +224,7 @@ def worker_processes(parent):
 def test_killed_runs_leave_no_dataset_and_no_workers(tmp_path, texts, model_file, number):
     write_jsonl(tmp_path / "a.jsonl", texts * 300)
     code = (
-        "from cem_jax.data.prepare import prepare\n"
+        "from cem_jax.data.corpus.prepare import prepare\n"
         "if __name__ == '__main__':\n"
         f"    prepare([{str(tmp_path / 'a.jsonl')!r}], {str(model_file)!r},"
         f" {str(tmp_path / 'out')!r}, workers=2)\n"

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from cem_jax.data.compression import BadFile
-from cem_jax.data.json_text import BadRecord
-from cem_jax.data.readers import Fields, read_document, read_records
+from cem_jax.data.corpus.compression import BadFile
+from cem_jax.data.corpus.json_text import BadRecord
+from cem_jax.data.corpus.readers import Fields, read_document, read_records
 
 PACKED = {
     "": bytes,

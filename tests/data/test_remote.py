@@ -11,11 +11,11 @@ import pytest
 from corpora import contents_of, files_of, write_jsonl
 from fsspec.registry import _registry
 
-from cem_jax.data.fetch import fetched
-from cem_jax.data.files import find_files
-from cem_jax.data.loader import TrainLoader
-from cem_jax.data.mixture import open_mixture, open_source
-from cem_jax.data.prepare import prepare
+from cem_jax.data.corpus.files import find_files
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.dataset.fetch import fetched
+from cem_jax.data.dataset.loader import TrainLoader
+from cem_jax.data.dataset.mixture import open_mixture, open_source
 from cem_jax.errors import UserError
 
 
@@ -126,7 +126,7 @@ def test_a_dataset_at_a_url_is_fetched_once(tmp_path, memory, dataset, kind, mon
         TrainLoader(d, context=8, global_batch=4, seed=0).batch(3) for d in (dataset, remote)
     )
     assert np.array_equal(one["tokens"], other["tokens"])
-    monkeypatch.setattr("cem_jax.data.fetch._fetch_file", None)  # nothing more to fetch
+    monkeypatch.setattr("cem_jax.data.dataset.fetch._fetch_file", None)  # nothing more to fetch
     assert open_source(url, str(cache)).path == remote.path
     assert open_mixture((f"{url}=1",), str(cache)).names == (url,)
 
@@ -160,7 +160,7 @@ def test_damage_on_the_way_is_noticed_and_the_rest_kept(tmp_path, memory, datase
 
 
 def test_processes_that_share_a_cache_fetch_once(tmp_path, memory, dataset, monkeypatch):
-    import cem_jax.data.fetch as module
+    import cem_jax.data.dataset.fetch as module
 
     upload(memory, dataset.path, "/bucket/sp")
     names, fetch_file = [], module._fetch_file

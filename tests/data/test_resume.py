@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from corpora import files_of, write_jsonl
 
-from cem_jax.data import prepare as prepare_module
-from cem_jax.data.prepare import prepare
-from cem_jax.data.store import open_dataset
+from cem_jax.data.corpus import prepare as prepare_module
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.dataset.store import open_dataset
 from cem_jax.errors import UserError
 
 OPTIONS = {"shard_tokens": 700, "validation_fraction": 0.2, "skip_bad_files": True}

@@ -8,12 +8,12 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import all_tokens, contents_of, files_of
 
-from cem_jax.data import prepare as prepare_module
-from cem_jax.data.checks import check_dataset
-from cem_jax.data.loader import TrainLoader, eval_batches
-from cem_jax.data.mixture import open_mixture, open_source, single
-from cem_jax.data.prepare import prepare
-from cem_jax.data.store import open_dataset
+from cem_jax.data.corpus import prepare as prepare_module
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.dataset.checks import check_dataset
+from cem_jax.data.dataset.loader import TrainLoader, eval_batches
+from cem_jax.data.dataset.mixture import open_mixture, open_source, single
+from cem_jax.data.dataset.store import open_dataset
 from cem_jax.errors import UserError
 
 FIELD = "meta.set"

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from corpora import all_tokens
 
-from cem_jax.data.checks import check_dataset, check_token_ids
-from cem_jax.data.store import TokenStream, num_windows, open_dataset
+from cem_jax.data.dataset.checks import check_dataset, check_token_ids
+from cem_jax.data.dataset.store import TokenStream, num_windows, open_dataset
 from cem_jax.errors import UserError
 
 

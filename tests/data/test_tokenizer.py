@@ -7,10 +7,10 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cem_jax.data import tokenizer as tokenizer_module
-from cem_jax.data.files import find_files
-from cem_jax.data.tokenizer import Tokenizer
-from cem_jax.data.tokenizer_training import sample_documents, train_model
+from cem_jax.data.corpus.files import find_files
+from cem_jax.data.corpus.tokenizer_training import sample_documents, train_model
+from cem_jax.data.dataset import tokenizer as tokenizer_module
+from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 
 

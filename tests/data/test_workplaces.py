@@ -9,13 +9,13 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from corpora import files_of, write_jsonl
 
-from cem_jax.data import encoding
-from cem_jax.data import prepare as prepare_module
-from cem_jax.data.checks import check_dataset
-from cem_jax.data.mixture import open_mixture, open_source
-from cem_jax.data.prepare import prepare
-from cem_jax.data.store import open_dataset
-from cem_jax.data.tokenizer import Tokenizer
+from cem_jax.data.corpus import encoding
+from cem_jax.data.corpus import prepare as prepare_module
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.dataset.checks import check_dataset
+from cem_jax.data.dataset.mixture import open_mixture, open_source
+from cem_jax.data.dataset.store import open_dataset
+from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import RunFailed, UserError
 
 

@@ -10,7 +10,7 @@ from attention_oracle import compiled_quickly, random_inputs
 from jax.experimental.pallas import tpu as pltpu
 
 from cem_jax.kernels import dense
-from cem_jax.kernels.inputs import Inputs, Plan
+from cem_jax.kernels.call import Inputs, Plan
 
 TAU = 6.0
 # The interpreter runs a program at a time, so tests take small tiles where they may

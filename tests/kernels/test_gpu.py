@@ -9,7 +9,7 @@ from fused_cases import SMALL, TAU, check, cotangents, draw, fused, plain, relat
 from jax.experimental.pallas import triton
 
 from cem_jax.kernels import Unavailable, gpu, log_partition
-from cem_jax.kernels.inputs import Plan
+from cem_jax.kernels.call import Plan
 
 WIDTHS = (28, 56, 64, 72, 84)
 POSITIONS = (1, 5, 127, 128, 129, 200, 256)

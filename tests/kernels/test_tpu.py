@@ -19,7 +19,7 @@ from fused_cases import (
 )
 
 from cem_jax.kernels import tpu
-from cem_jax.kernels.inputs import Inputs, Plan
+from cem_jax.kernels.call import Inputs, Plan
 
 TAU = 6.0
 SHARED = dict(diagonal="shared")

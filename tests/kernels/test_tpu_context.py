@@ -14,11 +14,11 @@ import pytest
 from attention_oracle import compiled_quickly
 from fused_cases import cotangents, draw, fused, plain, relative, run_watched, shapes
 
-from cem_jax.kernels import Unavailable, attend, attention, tpu
+from cem_jax.kernels import Unavailable, attend, dispatch, tpu
+from cem_jax.kernels.call import Plan
 from cem_jax.kernels.chunks import balanced
-from cem_jax.kernels.inputs import Plan
-from cem_jax.kernels.tpu_plan import sizes_of
-from cem_jax.kernels.tpu_rows import Row, Tables, tables_of
+from cem_jax.kernels.tpu.plan import sizes_of
+from cem_jax.kernels.tpu.rows import Row, Tables, tables_of
 
 TAU = 6.0
 BLOCKS = (128, 128)
@@ -167,7 +167,7 @@ def test_split_positions_run_streamed_on_a_tpu(implementation):
 
 
 def test_what_the_kernels_cannot_split_runs_blockwise_for_a_logged_reason(caplog):
-    attention._say_once.cache_clear()
+    dispatch._say_once.cache_clear()
     with on("TPU v5p", "tpu"), caplog.at_level(logging.WARNING, "cem_jax.kernels"):
         assert "tpu_custom_call" not in lowered(LENGTH // 2, "tpu")
         assert "into chunks of 64" in caplog.text
@@ -191,7 +191,7 @@ import math
 import jax.numpy as jnp, numpy as np
 from fused_cases import draw
 from cem_jax.kernels import attend
-from cem_jax.parallel.mesh import make_mesh
+from cem_jax.sharding.mesh import make_mesh
 
 def results(inputs, context, **how):
     t = inputs._asdict()
@@ -220,8 +220,8 @@ COMPILED = """
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from test_tpu_context import attend_and_differentiate
-from cem_jax.parallel.mesh import make_mesh
-from cem_jax.parallel.topology import open_topology
+from cem_jax.sharding.mesh import make_mesh
+from cem_jax.aot.topology import open_topology
 
 mesh = make_mesh({"context": 4}, open_topology("v5e:2x2").devices)
 placed = NamedSharding(mesh, P(None, "context"))

@@ -18,10 +18,11 @@ from fused_cases import (
     shapes,
 )
 
-from cem_jax.kernels import tpu, tpu_streamed_backward, tpu_streamed_forward
-from cem_jax.kernels.inputs import Inputs, Plan
-from cem_jax.kernels.tpu_call import fitted, needed
-from cem_jax.kernels.tpu_plan import spilled, vmem_capacity
+from cem_jax.kernels import tpu
+from cem_jax.kernels.call import Inputs, Plan
+from cem_jax.kernels.tpu import streamed_backward, streamed_forward
+from cem_jax.kernels.tpu.call import fitted, needed
+from cem_jax.kernels.tpu.plan import spilled, vmem_capacity
 
 TAU = 6.0
 SHARED = dict(diagonal="shared")
@@ -42,8 +43,8 @@ CASES = {
 @pytest.fixture
 def streamed(monkeypatch):
     """As where the resident kernels do not fit."""
-    monkeypatch.setattr(tpu, "FORWARD", (tpu_streamed_forward,))
-    monkeypatch.setattr(tpu, "BACKWARD", (tpu_streamed_backward,))
+    monkeypatch.setattr(tpu, "FORWARD", (streamed_forward,))
+    monkeypatch.setattr(tpu, "BACKWARD", (streamed_backward,))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -152,7 +153,7 @@ def test_kernels_are_resident_where_that_fits_and_streamed_elsewhere(
     assert tuple(kernel.STREAMED for kernel, _ in chosen) == expected
 
 
-@pytest.mark.parametrize("kernel", [tpu_streamed_forward, tpu_streamed_backward])
+@pytest.mark.parametrize("kernel", [streamed_forward, streamed_backward])
 def test_vmem_does_not_grow_with_positions(kernel):
     plan = Plan(TAU, blocks=(512, 256))
     of = lambda positions: fitted((kernel,), shapes(positions, heads=12, width=72), plan)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from model_configs import full_config, model_config, random_parameters
 
-from cem_jax.train.energies import measure
+from cem_jax.train.probe import measure
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (2, 7))
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 2]])

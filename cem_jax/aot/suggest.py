@@ -1,0 +1,174 @@
+"""`cem compile --suggest`: the fastest that fits of a few meshes, remat policies, microbatches.
+
+One thing after another, from what was best so far: at most a dozen compilations, not every
+combination. Where nothing fits, what needs the least memory counts as best.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import jax
+
+from cem_jax.aot.roofline import estimate
+from cem_jax.aot.step import Compiled, compile_step, state_memory
+from cem_jax.aot.topology import Topology
+from cem_jax.config import Config, ModelConfig
+from cem_jax.errors import RunFailed, UserError
+from cem_jax.train.setup import abstract_state, lay_out
+
+POLICIES = get_args(get_type_hints(ModelConfig)["remat"])
+TENSOR_SIZES = (1, 2, 4, 8)
+
+
+class Tried(NamedTuple):
+    """A configuration and what came of it."""
+
+    config: Config
+    compiled: Compiled
+    step_seconds: float | None
+    mfu: float | None
+
+    def rank(self) -> tuple:
+        """Smaller is better. Times that differ by less than 1 % do not differ."""
+        total = self.compiled.memory["total"]
+        if not self.compiled.fits:
+            return (1, total, 0)
+        seconds = math.inf if self.step_seconds is None else float(f"{self.step_seconds:.2e}")
+        return (0, seconds, total)
+
+    def summary(self) -> dict[str, Any]:
+        """What the table of suggestions shows."""
+        return {
+            "mesh": dict(self.compiled.mesh.shape),
+            "remat": self.config.model.remat,
+            "microbatch": self.config.train.microbatch or self.config.train.global_batch,
+            "fits": self.compiled.fits,
+            "total": self.compiled.memory["total"],
+            "step_seconds": self.step_seconds,
+            "mfu": self.mfu,
+            "compile_seconds": self.compiled.seconds,
+        }
+
+
+def suggestions(
+    config: Config,
+    topology: Topology,
+    compile_: Callable[[Config, Topology], Compiled] = compile_step,
+) -> tuple[list[Tried], int]:
+    """All that was tried, in order, and the index of the best.
+
+    Raises UserError where the configuration as given fits no mesh of these devices.
+    """
+    rows: list[Tried] = []
+    problems: list[str] = []
+
+    def attempt(candidates: Iterator[Config] | Sequence[Config]) -> None:
+        for candidate in candidates:
+            try:
+                compiled = compile_(candidate, topology)
+            except (UserError, RunFailed) as error:
+                problems.extend(str(error).splitlines())
+                continue
+            found = estimate(candidate, topology, compiled)
+            rows.append(Tried(candidate, compiled, found["step_seconds"], found["mfu"]))
+
+    best = lambda: min(rows, key=Tried.rank)
+    attempt([config])
+    attempt(meshes(config, topology, rows[0].compiled.mesh.shape if rows else None))
+    if not rows:
+        raise UserError(*problems)
+    attempt(list(policies(best().config)))
+    attempt(list(microbatches(best())))
+    return rows, rows.index(best())
+
+
+def meshes(config: Config, topology: Topology, given: dict[str, int] | None) -> Iterator[Config]:
+    """Data, fsdp and tensor splits that divide; without those whose state alone is too large."""
+    context = max(1, config.mesh.context)
+    count = len(topology.devices) // context
+    shapes = []
+    for tensor in (t for t in TENSOR_SIZES if count % t == 0):
+        rest = count // tensor
+        pairs = [(rest, 1), (1, rest)] if tensor == 1 else [(1, rest)]
+        shapes += [(data, fsdp, tensor) for data, fsdp in pairs]
+    seen = {tuple((given or {}).values())}
+    for data, fsdp, tensor in shapes:
+        shape = (data, fsdp, tensor, context)
+        if shape in seen:
+            continue
+        seen.add(shape)
+        mesh = dict(zip(("data", "fsdp", "tensor", "context"), shape, strict=True))
+        rows = _rows_for(config, data * fsdp)
+        if rows == config.train.global_batch:
+            rows = config.train.microbatch and rows  # as configured, where that is "all at once"
+        candidate = None if rows == 0 else _changed(config, mesh=mesh, train={"microbatch": rows})
+        if candidate is not None and _may_fit(candidate, topology):
+            yield candidate
+
+
+def _rows_for(config: Config, ways: int) -> int | None:
+    """A microbatch as configured, or the next larger that divides over `ways` devices; 0: none."""
+    train = config.train
+    least = train.microbatch or train.global_batch
+    fitting = (
+        rows
+        for rows in range(least, train.global_batch + 1)
+        if train.global_batch % rows == 0 and rows % ways == 0
+    )
+    return next(fitting, 0)
+
+
+def _may_fit(config: Config, topology: Topology) -> bool:
+    try:
+        with jax.enable_x64(config.train.compute_dtype == "float64"):
+            state = abstract_state(config, lay_out(config, topology.devices))
+    except UserError:
+        return False
+    capacity = topology.capacity.memory
+    return capacity is None or sum(state_memory(state).values()) < capacity
+
+
+def policies(config: Config) -> Iterator[Config]:
+    """The other remat policies."""
+    others = (p for p in POLICIES if p != config.model.remat)
+    return filter(None, (_changed(config, model={"remat": policy}) for policy in others))
+
+
+def microbatches(best: Tried) -> Iterator[Config]:
+    """Twice and half as many sequences at a time; a quarter where nothing fits yet."""
+    train, shape = best.config.train, best.compiled.mesh.shape
+    rows, ways = train.microbatch or train.global_batch, shape["data"] * shape["fsdp"]
+    for other in (2 * rows, rows // 2, *(() if best.compiled.fits else (rows // 4,))):
+        if other and other % ways == 0 and train.global_batch % other == 0:
+            candidate = _changed(best.config, train={"microbatch": other})
+            if candidate is not None:
+                yield candidate
+
+
+def _changed(config: Config, **sections: dict[str, Any]) -> Config | None:
+    """With other values of some fields; None where they break a rule."""
+    changed = {
+        name: dataclasses.replace(getattr(config, name), **fields)
+        for name, fields in sections.items()
+    }
+    try:
+        return dataclasses.replace(config, **changed)
+    except UserError:
+        return None
+
+
+def overrides_of(given: Config, chosen: Config) -> dict[str, Any]:
+    """The fields in which `chosen` differs, of those that are tried."""
+    values = {}
+    for section, names in (
+        ("mesh", ("data", "fsdp", "tensor", "context")),
+        ("model", ("remat",)),
+        ("train", ("microbatch",)),
+    ):
+        for name in names:
+            old, new = (getattr(getattr(c, section), name) for c in (given, chosen))
+            if old != new:
+                values[f"{section}.{name}"] = new
+    return values

@@ -1,0 +1,183 @@
+"""`make demo`: the main job from raw text to a trained model, on text that every machine has.
+
+The corpus is the Python standard library's own sources. Each stage leaves its result in the run's
+directory and is skipped when it is there, so running the demo again resumes it.
+"""
+
+import gzip
+import hashlib
+import lzma
+import shutil
+import sys
+import sysconfig
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import cem_jax
+from cem_jax.commands.generate import generate_text
+from cem_jax.config import load_config
+from cem_jax.data.corpus import prepare
+from cem_jax.data.dataset import tokenizer
+from cem_jax.errors import UserError
+from cem_jax.model import pure
+from cem_jax.runs.curve import draw_loss_curve
+from cem_jax.runs.metrics import read_metrics
+from cem_jax.runs.run import Run
+from cem_jax.runs.training import train
+
+CONFIG = "configs/quickstart.py"
+HELD_OUT = 16  # one file in so many is never trained on
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+PROMPT = "def read_lines(path):\n"
+
+
+def run(args: Namespace) -> dict:
+    """All stages; prints the final table and returns its numbers."""
+    started = time.monotonic()
+    workdir = Path(args.workdir)
+    out = sys.stderr if args.json else sys.stdout
+    config_file = Path(cem_jax.__file__).parents[1] / CONFIG
+    if not config_file.exists():
+        raise UserError(f"{config_file}: not found; run the demo from a checkout of the project")
+    corpus, dataset = workdir / "corpus", workdir / "dataset"
+    model = workdir / "demo-tokenizer.model"
+    vocab_size = load_config(str(config_file)).model.vocab_size
+    _stage(corpus, "corpus", lambda: copy_corpus(standard_library(), corpus), out)
+    _stage(model, "tokenizer", lambda: _train_tokenizer(corpus, model, vocab_size, args.json), out)
+    _stage(dataset, "dataset", lambda: _prepare(corpus, model, dataset, args.json), out)
+    config = load_config(str(config_file), [("data.path", str(dataset))])
+    result = train(config, workdir)
+    draw_loss_curve(workdir, workdir / "loss.png")
+    sample = generate_text(Run.open(str(workdir)), PROMPT, max_tokens=96, temperature=0.7, seed=1)
+    (workdir / "sample.txt").write_text(PROMPT + sample)
+    numbers = summary(workdir, corpus / "validation", pure.count(config.model))
+    numbers |= {"step": result["step"], "seconds": time.monotonic() - started}
+    _print_table(numbers, workdir, PROMPT + sample, out)
+    return numbers
+
+
+def standard_library() -> Path:
+    """Where this Python keeps its own modules."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def copy_corpus(source: Path, corpus: Path) -> None:
+    """The modules as `corpus`/train and `corpus`/validation; a hash of a file's path decides.
+
+    Raises UserError when this Python comes without its sources.
+    """
+    partial = corpus.with_name(corpus.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    found = 0
+    for path in sorted(source.rglob("*.py")):
+        name = path.relative_to(source)
+        if SKIPPED_FOLDERS & set(name.parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a few modules are in other encodings on purpose
+        if not text:
+            continue
+        digest = hashlib.sha256(name.as_posix().encode()).digest()
+        split = "validation" if int.from_bytes(digest[:8], "big") % HELD_OUT == 0 else "train"
+        target = (partial / split / name).with_suffix(".txt")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8", newline="")
+        found += 1
+    if not found:
+        raise UserError(f"{source}: holds no Python sources; use a Python that comes with them")
+    partial.rename(corpus)
+
+
+def compressed_sizes(files: list[bytes]) -> dict[str, int]:
+    """Bytes that `gzip -9` and `xz -9` need: every file by itself, and all of them as one."""
+    whole = b"".join(files)
+    return {
+        "gzip_each": sum(len(gzip.compress(data, 9, mtime=0)) for data in files),
+        "gzip_whole": len(gzip.compress(whole, 9, mtime=0)),
+        "xz_each": sum(len(lzma.compress(data, preset=9)) for data in files),
+        "xz_whole": len(lzma.compress(whole, preset=9)),
+    }
+
+
+def summary(workdir: Path, held_out: Path, parameters: int) -> dict:
+    """The numbers of the final table."""
+    lines = read_metrics(workdir)
+    final = [line for line in lines if line["kind"] == "eval"][-1]
+    trained = [line for line in lines if line["kind"] == "train"]
+    files = [path.read_bytes() for path in sorted(held_out.rglob("*.txt"))]
+    size = sum(map(len, files))
+    return {
+        "loss": final["loss"],
+        "perplexity": final["perplexity"],
+        "bits_per_byte": final["bits_per_byte"],
+        **{name: 8 * count / size for name, count in compressed_sizes(files).items()},
+        "held_out_files": len(files),
+        "held_out_bytes": size,
+        "parameters": parameters,
+        "tokens": trained[-1]["tokens"],
+        "tokens_per_second": trained[-1]["tokens_per_second"],
+    }
+
+
+def _stage(result: Path, name: str, make: Callable[[], object], out) -> None:
+    if result.exists():
+        print(f"{name}: {result} is there", file=out)
+        return
+    result.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    make()
+    print(f"{name}: {result} made in {time.monotonic() - began:.0f} s", file=out)
+
+
+def _train_tokenizer(corpus: Path, model: Path, vocab_size: int, json: bool) -> None:
+    out = sys.stderr if json else sys.stdout
+    tokenizer.train_tokenizer([str(corpus)], model, vocab_size, out=out)
+
+
+def _prepare(corpus: Path, model: Path, dataset: Path, json: bool) -> None:
+    prepare.run(
+        Namespace(
+            input=[str(corpus)],
+            tokenizer=str(model),
+            output=str(dataset),
+            text_column="text",
+            source_field=None,
+            separator="bos",
+            workers=2,
+            skip_bad_files=False,
+            validation_fraction=None,
+            check=None,
+            json=json,
+        )
+    )
+
+
+def _print_table(numbers: dict, workdir: Path, sample: str, out) -> None:
+    speed = numbers["tokens_per_second"]
+    rows = [
+        ("held-out loss", f"{numbers['loss']:.4f} nats a token"),
+        ("perplexity", f"{numbers['perplexity']:.2f}"),
+        ("bits per byte", f"{numbers['bits_per_byte']:.3f}"),
+        (
+            "  gzip -9",
+            f"{numbers['gzip_each']:.3f} each file, {numbers['gzip_whole']:.3f} all as one",
+        ),
+        ("  xz -9", f"{numbers['xz_each']:.3f} each file, {numbers['xz_whole']:.3f} all as one"),
+        (
+            "held out",
+            f"{numbers['held_out_files']} files, {numbers['held_out_bytes'] / 1e6:.2f} MB",
+        ),
+        ("parameters", f"{numbers['parameters']:,}"),
+        ("trained on", f"{numbers['tokens']:,} tokens in {numbers['step']:,} steps"),
+        ("speed", "not measured" if speed is None else f"{speed:,.0f} tokens/s"),
+        ("time", f"{numbers['seconds']:.0f} s, this time"),
+        ("written", f"{workdir}/loss.png, {workdir}/sample.txt, {workdir}/metrics.jsonl"),
+    ]
+    print(file=out)
+    for name, value in rows:
+        print(f"{name:<16}{value}", file=out)
+    print(f"\n--- a sample, from {PROMPT!r} ---\n{sample}", file=out)

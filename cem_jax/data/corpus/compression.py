@@ -1,0 +1,144 @@
+"""Decompressed streams that notice what the libraries let pass: truncation, wrong content."""
+
+import bz2
+import codecs
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Self
+
+import zstandard
+
+from cem_jax.storage.remote import AnyPath, reading
+
+_READ_BYTES = 1 << 16
+# Packed bytes unpacked at a time: what they unpack to is held whole, and repetitive text packs
+# several thousand to one.
+_SLICE_BYTES = 1 << 12
+_LARGEST_WINDOW = 1 << 31  # frames made with `zstd --long`
+
+
+class BadFile(Exception):
+    """A whole file that cannot be read to its end; the message says why, without its name."""
+
+
+@dataclass(frozen=True)
+class _Packing:
+    name: str
+    start: bytes  # of a file
+    new: Callable[[], Any]  # an object with decompress, eof, unused_data, for one frame
+    errors: tuple[type[Exception], ...]
+    padding: bool = False  # NUL bytes may stand between and behind the frames
+
+
+def _new_zstd() -> Any:
+    return zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+
+
+PACKINGS = {
+    ".gz": _Packing("gzip", b"\x1f\x8b", lambda: zlib.decompressobj(31), (zlib.error,), True),
+    ".zst": _Packing("zstd", b"\x28\xb5\x2f\xfd", _new_zstd, (zstandard.ZstdError,)),
+    ".xz": _Packing("xz", b"\xfd7zXZ\x00", lzma.LZMADecompressor, (lzma.LZMAError,), True),
+    ".bz2": _Packing("bzip2", b"BZh", bz2.BZ2Decompressor, (OSError,)),
+}
+_PARQUET_START = b"PAR1\x15"
+_OTHER_CONTENT = {  # what a file that should be text may really be
+    b"version https://git-lfs": "a Git LFS pointer, not the data: run `git lfs pull`",
+    **{p.start: f"{p.name} data: its name should end in {end}"
+       for end, p in PACKINGS.items() if end != ".bz2"},
+    **{b"BZh%d1AY&SY" % level: "bzip2 data: its name should end in .bz2" for level in range(1, 10)},
+    _PARQUET_START: "Parquet data: its name should end in .parquet",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    codecs.BOM_UTF32_LE: "UTF-32 text: convert it to UTF-8",  # begins as UTF-16's does
+    codecs.BOM_UTF32_BE: "UTF-32 text: convert it to UTF-8",
+    b"\xff\xfe": "UTF-16 text: convert it to UTF-8",
+    b"\xfe\xff": "UTF-16 text: convert it to UTF-8",
+}  # fmt: skip
+
+
+class ByteStream:
+    """The decompressed bytes of a .gz, .zst, .xz, .bz2 or plain file, in chunks.
+
+    Iterating raises BadFile for truncated or damaged streams, for content that is not what the
+    name says, and when the file cannot be read. Concatenated frames are read to the last one.
+    """
+
+    def __init__(self, path: AnyPath):
+        with reading(BadFile):
+            self._raw: BinaryIO = path.open("rb")
+        self._suffix = path.suffix.lower()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._raw.close()
+
+    def position(self) -> int:
+        """Bytes of the stored file that were read so far."""
+        return self._raw.tell() if not self._raw.closed else 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        packing = PACKINGS.get(self._suffix)
+        with reading(BadFile):
+            first = self._raw.read(_READ_BYTES)
+        refuse_other_content(first, self._suffix)
+        chunks = self._chunks(first)
+        if packing is None:
+            yield from chunks
+            return
+        head = True
+        for chunk in _unpacked(packing, chunks):
+            if head:
+                refuse_other_content(chunk[:64], inside=True)
+            head = False
+            yield chunk
+
+    def _chunks(self, chunk: bytes) -> Iterator[bytes]:
+        while chunk:
+            yield chunk
+            with reading(BadFile):
+                chunk = self._raw.read(_READ_BYTES)
+
+
+def _unpacked(packing: _Packing, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Frame by frame: the libraries' own readers stop after one, or end silently when truncated."""
+    frame, frames = None, 0
+    for chunk in chunks:
+        for start in range(0, len(chunk), _SLICE_BYTES):
+            packed = chunk[start : start + _SLICE_BYTES]
+            while packed:
+                if frame is None:
+                    packed = packed.lstrip(b"\0") if packing.padding and frames else packed
+                    if not packed:
+                        break
+                    frame = packing.new()
+                    frames += 1
+                try:
+                    text = frame.decompress(packed)
+                except packing.errors as error:
+                    cause = str(error).rsplit("error: ", 1)[-1]
+                    raise BadFile(f"is not intact {packing.name} data: {cause}") from None
+                if text:
+                    yield text
+                packed = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    if frame is not None:
+        raise BadFile(f"is truncated: the {packing.name} stream ends early")
+    if not frames:
+        raise BadFile(f"is empty: not even a {packing.name} header")
+
+
+def refuse_other_content(head: bytes, suffix: str = "", *, inside: bool = False) -> None:
+    """Raise BadFile when the first bytes show content other than what the file's name ends in.
+
+    `inside`: they were unpacked; Parquet is known there by its own name, not by this one.
+    """
+    own = PACKINGS[suffix].start if suffix in PACKINGS else None
+    own = _PARQUET_START if suffix == ".parquet" else own
+    for start, content in _OTHER_CONTENT.items():
+        if inside and start == _PARQUET_START:
+            continue
+        if head.startswith(start) and not (own and start.startswith(own)):
+            raise BadFile(f"is {content}")

@@ -1,0 +1,227 @@
+"""Batches of records to token ids, in this process or in several, always in the same order."""
+
+import collections
+import hashlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Integer
+
+from cem_jax.data.corpus.json_text import BadRecord
+from cem_jax.data.corpus.readers import UNKNOWN_SOURCE, Fields, Record, read_document
+from cem_jax.data.dataset.shards import Stream, token_dtype
+from cem_jax.data.dataset.tokenizer import Tokenizer
+from cem_jax.errors import RunFailed
+
+_IN_FLIGHT = 3  # batches a worker that are read ahead,
+_IN_FLIGHT_BYTES = 64 << 20  # as long as they hold no more than this together
+_ALONE_BYTES = 32 << 20  # a larger batch, one huge document, is encoded here: sending would copy it
+_TOGETHER_CHARS = 1 << 20  # encoded in one call
+_HASH_BITS = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive records of one file; the last batch of each file says so."""
+
+    file: int  # index of the file
+    split: str | None  # None: train or validation by the document's hash
+    records: list[Record]
+    is_last: bool = False
+    fault: str | None = None  # why the file could not be read further
+
+    def size(self) -> int:
+        """Bytes held, roughly."""
+        return sum(record.size() for record in self.records)
+
+
+@dataclass
+class Part:
+    """What a batch adds to one stream."""
+
+    ids: Integer[np.ndarray, " tokens"]
+    documents: int
+    bytes: int  # UTF-8 bytes of the documents
+
+
+@dataclass
+class Encoded:
+    batch: Batch  # without its records
+    records: int
+    parts: dict[Stream, Part] = field(default_factory=dict)
+    dropped: list[tuple[int, str]] = field(default_factory=list)  # (line, reason)
+    repaired: list[tuple[int, str]] = field(default_factory=list)  # (line, what was mended)
+    without_source: int = 0
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Everything that turns a Batch into an Encoded; picklable, so that workers can be spawned."""
+
+    model_bytes: bytes
+    separator: str
+    fields: Fields
+    validation_fraction: float
+
+    def start(self) -> None:
+        """Load the tokenizer into this process."""
+        global _encoder, _tokenizer
+        _encoder, _tokenizer = self, Tokenizer.from_bytes(self.model_bytes)
+
+    def split_of(self, digest: bytes) -> str:
+        """Train or validation, by the document's hash alone: the same for ever, twins together."""
+        share = int.from_bytes(digest) / (1 << _HASH_BITS)
+        return "validation" if share < self.validation_fraction else "train"
+
+
+_encoder: Encoder
+_tokenizer: Tokenizer
+
+
+def encode_all(batches: Iterator[Batch], encoder: Encoder, workers: int) -> Iterator[Encoded]:
+    """Encode batches in their order, with `workers` processes beside this one if more than 1.
+
+    A few megabytes of text a worker are held at a time, or one document that is larger, so that
+    memory does not grow with the corpus.
+    """
+    encoder.start()
+    if workers == 1:
+        yield from map(encode_batch, batches)
+        return
+    pool = ProcessPoolExecutor(
+        workers,
+        # Spawned: a fork may copy locks that JAX's or Arrow's threads hold.
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(encoder,),
+    )
+    pending: collections.deque[tuple[Future[Encoded], int]] = collections.deque()
+    held = 0
+    try:
+        for batch in batches:
+            size = batch.size()
+            alone = size >= _ALONE_BYTES
+            while pending and (
+                alone or len(pending) >= _IN_FLIGHT * workers or held + size > _IN_FLIGHT_BYTES
+            ):
+                future, done = pending.popleft()
+                held -= done
+                yield _result_of(future)
+            if alone:
+                yield encode_batch(batch)
+            else:
+                pending.append((pool.submit(encode_batch, batch), size))
+                held += size
+        for future, _ in pending:
+            yield _result_of(future)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _result_of(future: Future[Encoded]) -> Encoded:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise RunFailed(
+            "a worker process was killed, perhaps for the memory it took; the same command goes "
+            "on, and fewer --workers take less"
+        ) from None
+
+
+@dataclass
+class _Document:
+    stream: Stream
+    ids: list[np.ndarray]  # of its parts
+    bytes: int
+
+
+def encode_batch(batch: Batch) -> Encoded:
+    """Token ids of a batch by stream, each document between its separators."""
+    without_records = Batch(batch.file, batch.split, [], batch.is_last, batch.fault)
+    result = Encoded(without_records, len(batch.records))
+    work = _PendingParts()
+    documents = []
+    for record in batch.records:
+        try:
+            documents.append(_read(record, batch.split, work, result))
+        except BadRecord as bad:
+            result.dropped.append((record.line, str(bad)))
+    work.encode()
+    ends = _tokenizer.separator_ids(_encoder.separator)
+    before, after = (np.asarray(ids, work.dtype) for ids in ends)
+    streams: dict[Stream, list[_Document]] = {}
+    for document in documents:
+        streams.setdefault(document.stream, []).append(document)
+    for stream, own in streams.items():
+        ids = np.concatenate([part for d in own for part in (before, *d.ids, after)])
+        result.parts[stream] = Part(ids, len(own), sum(document.bytes for document in own))
+    return result
+
+
+class _PendingParts:
+    """Parts of texts that wait to be encoded in one call."""
+
+    def __init__(self) -> None:
+        self.dtype = token_dtype(_tokenizer.vocab_size)
+        self._texts: list[str] = []
+        self._owners: list[list[np.ndarray]] = []
+        self._chars = 0
+
+    def add(self, text: str, owner: list[np.ndarray]) -> None:
+        """Encode `text`, at some time before `encode` returns, and append its ids to `owner`."""
+        self._texts.append(text)
+        self._owners.append(owner)
+        self._chars += len(text)
+        if self._chars >= _TOGETHER_CHARS:
+            self.encode()
+
+    def encode(self) -> None:
+        for ids, owner in zip(_tokenizer.encode_batch(self._texts), self._owners, strict=True):
+            owner.append(np.asarray(ids, self.dtype))
+        self._texts, self._owners, self._chars = [], [], 0
+
+
+def _read(record: Record, split: str | None, work: _PendingParts, result: Encoded) -> _Document:
+    source, pieces = read_document(record, _encoder.fields)
+    digest = hashlib.blake2b(digest_size=_HASH_BITS // 8)
+    size, mended = 0, False
+
+    def texts() -> Iterator[str]:
+        nonlocal size, mended
+        for piece in pieces:
+            digest.update(piece.utf8)
+            size += len(piece.utf8)
+            mended |= piece.mended
+            yield piece.text
+
+    ids: list[np.ndarray] = []
+    for part in _tokenizer.parts(texts()):
+        work.add(part, ids)
+    if mended:
+        result.repaired.append((record.line, "lone_surrogate"))
+    name = ""
+    if _encoder.fields.source:
+        name = source or UNKNOWN_SOURCE
+        result.without_source += source is None
+    split = split or _encoder.split_of(digest.digest())
+    return _Document(Stream(split, name), ids, size)
+
+
+def _start_worker(encoder: Encoder) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends the workers
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    encoder.start()
+
+
+def _follow_parent() -> None:
+    """End with the parent, even one killed outright: the pool alone would wait for ever."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)

@@ -1,0 +1,250 @@
+"""Documents out of text files: .txt, .jsonl, .json and .parquet, packed or not, streaming.
+
+`read_records` splits a file into records without looking into them, cheap enough for one
+process; `read_document` takes the text out of a record and can run in another process.
+"""
+
+import codecs
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cem_jax.data.corpus.compression import BadFile, ByteStream, refuse_other_content
+from cem_jax.data.corpus.files import file_format
+from cem_jax.data.corpus.json_text import (
+    LARGEST,
+    BadRecord,
+    LongString,
+    array_elements,
+    character_start,
+    parse_cut,
+)
+from cem_jax.data.corpus.parquet import parquet_rows
+from cem_jax.storage.remote import AnyPath, reading
+
+UNKNOWN_SOURCE = "unknown"
+# A record that is one of these says nothing about its neighbours; if all of a file's records are
+# of the other kinds, it is the file that is not what it should be.
+HARMLESS = ("empty_text", "null_text")
+_BOM = codecs.BOM_UTF8
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_PIECE = 1 << 20  # bytes of a text decoded at a time
+
+
+class Fields(NamedTuple):
+    """What to read of a record: a.b is field b of field a, where no field is called a.b."""
+
+    text: str
+    source: str | None = None  # names the record's source
+
+
+class Missing(NamedTuple):
+    """In place of a text: a record that has none, and why."""
+
+    reason: str
+
+
+class Record(NamedTuple):
+    line: int  # 1-based line of the file, or row of a Parquet file
+    kind: str  # json: bytes of a value still to be parsed | value: its text as UTF-8
+    data: bytes | bytearray | Missing | None
+    source: Any = None  # with kind value
+
+    def size(self) -> int:
+        """Bytes held, roughly."""
+        return len(self.data) if isinstance(self.data, bytes | bytearray) else 1
+
+
+def read_records(
+    path: AnyPath, fields: Fields, on_position: Callable[[int], None] = lambda position: None
+) -> Iterator[Record]:
+    """The records of one file, in order; `on_position` hears how many stored bytes were read.
+
+    Only LF ends a .jsonl record. A .json file may hold an array or one object a line. Raises
+    BadFile when the file cannot be read to its end or has no such column.
+    """
+    form = file_format(path)
+    if form.startswith(".parquet"):
+        for row, text, source in parquet_rows(path, fields.text, fields.source, on_position):
+            yield Record(row, "value", text, source)
+        return
+    with ByteStream(path) as stream:
+        chunks = _watched(stream, on_position)
+        if form.startswith(".txt"):
+            whole = _joined(chunks)
+            yield Record(1, "value", Missing("too_long") if whole is None else _without_bom(whole))
+        elif form.startswith(".jsonl"):
+            yield from _line_records(chunks, array_hint=True)
+        else:
+            yield from _json_records(chunks)
+
+
+def check_start(path: AnyPath) -> None:
+    """Raise BadFile when the first bytes of a local file show that it is not what its name says.
+
+    Cheap enough to be done for all files before any is read.
+    """
+    if not isinstance(path, Path):
+        return
+    with reading(BadFile), path.open("rb") as raw:
+        refuse_other_content(raw.read(64), path.suffix.lower())
+
+
+class Piece(NamedTuple):
+    text: str
+    utf8: bytes
+    mended: bool  # lone surrogates, which UTF-8 cannot express, became U+FFFD
+
+
+def read_document(record: Record, fields: Fields) -> tuple[str | None, Iterator[Piece]]:
+    """A record's source (None: it has no such field) and its text in pieces of some megabytes.
+
+    Raises BadRecord, the last three also while the pieces are read: missing_column, null_text,
+    not_a_string, not_an_object, too_long, invalid_json, invalid_utf8, empty_text (nothing but
+    whitespace).
+    """
+    text, source = record.data, record.source
+    if isinstance(text, Missing):
+        raise BadRecord(text.reason)
+    if record.kind == "json":
+        element, strings = parse_cut(text)
+        text = _field(element, fields.text)
+        text = strings.get(text, text) if isinstance(text, str) else text
+        if fields.source:
+            source = _field(element, fields.source, absent=None)
+    if text is None:
+        raise BadRecord("null_text")
+    if not isinstance(text, str | bytes | bytearray | LongString):
+        raise BadRecord("not_a_string")
+    return _source_name(source), _pieces(text)
+
+
+def _field(element: Any, path: str, **default: Any) -> Any:
+    if not isinstance(element, dict):
+        raise BadRecord("not_an_object")
+    if path in element:
+        return element[path]
+    first, _, rest = path.partition(".")
+    if rest and isinstance(element.get(first), dict):
+        return _field(element[first], rest, **default)
+    if default:
+        return default["absent"]
+    raise BadRecord("missing_column")
+
+
+def _source_name(value: Any) -> str | None:
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    if isinstance(value, str):
+        return _SURROGATES.sub("\ufffd", value).strip() or None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value) if isinstance(value, int | float) else None
+
+
+def _pieces(text: str | bytes | bytearray | LongString) -> Iterator[Piece]:
+    if isinstance(text, str):
+        parts = iter((text,))
+    elif isinstance(text, LongString):
+        parts = text.pieces()
+    else:
+        parts = _decoded(text)
+    empty = True
+    for part in parts:
+        empty = empty and (not part or part.isspace())
+        try:
+            yield Piece(part, part.encode(), False)
+        except UnicodeEncodeError:
+            mended = _SURROGATES.sub("\ufffd", part)
+            yield Piece(mended, mended.encode(), True)
+    if empty:
+        raise BadRecord("empty_text")
+
+
+def _decoded(raw: bytes | bytearray) -> Iterator[str]:
+    start = 0
+    while start < len(raw):
+        end = start + _PIECE
+        end = len(raw) if end >= len(raw) else character_start(raw, end)
+        try:
+            yield raw[start:end].decode()
+        except UnicodeDecodeError:
+            raise BadRecord("invalid_utf8") from None
+        start = end
+
+
+def _watched(stream: ByteStream, on_position: Callable[[int], None]) -> Iterator[bytes]:
+    for chunk in stream:
+        on_position(stream.position())
+        yield chunk
+
+
+def _joined(chunks: Iterator[bytes]) -> bytearray | None:
+    """All bytes; None when they are too many."""
+    whole = bytearray()  # grows in place, where joining would hold everything twice
+    for chunk in chunks:
+        if len(whole) > LARGEST:
+            whole.clear()
+            for _ in chunks:  # to its end all the same: it may be truncated
+                pass
+            return None
+        whole += chunk
+    return whole
+
+
+def _line_records(chunks: Iterator[bytes], array_hint: bool = False) -> Iterator[Record]:
+    for number, line in enumerate(_lines(chunks), start=1):
+        if line is None:
+            yield Record(number, "value", Missing("too_long"))
+            continue
+        if number == 1:
+            line = _without_bom(line)
+            if array_hint and line[:64].lstrip().startswith(b"["):
+                raise BadFile(
+                    "is a JSON array, not one object a line: its name should end in .json"
+                )
+        if line and not line.isspace():
+            yield Record(number, "json", line)
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes | bytearray | None]:
+    """What LF alone ends; None for a line that is too long."""
+    held: bytearray | None = bytearray()  # of a line that goes on in the next chunk
+    for chunk in chunks:
+        first, *rest = chunk.split(b"\n")
+        if held is not None:
+            held += first
+            if len(held) > LARGEST:
+                held = None
+        if rest:
+            yield held
+            yield from rest[:-1]
+            held = bytearray(rest[-1])
+    if held is None or held:
+        yield held
+
+
+def _json_records(chunks: Iterator[bytes]) -> Iterator[Record]:
+    """An array's elements, or, since many .json files are really lines, one object a line."""
+    head = b""
+    for chunk in chunks:
+        head = _without_bom(head + chunk)
+        if head.strip():
+            break
+    everything = _resumed(head, chunks)
+    if head.lstrip().startswith(b"["):
+        for line, element in array_elements(everything):
+            yield Record(line, "json", element)
+    else:
+        yield from _line_records(everything)
+
+
+def _resumed(head: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+    if head:
+        yield head
+    yield from rest
+
+
+def _without_bom(raw: bytes | bytearray) -> bytes | bytearray:
+    return raw[len(_BOM) :] if raw.startswith(_BOM) else raw

@@ -1,0 +1,132 @@
+"""Training SentencePiece models so that code and text round-trip exactly."""
+
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import sentencepiece
+
+from cem_jax.data.corpus.compression import BadFile
+from cem_jax.data.corpus.files import SourceFile
+from cem_jax.data.corpus.json_text import BadRecord
+from cem_jax.data.corpus.readers import Fields, read_document, read_records
+from cem_jax.errors import UserError
+
+SAMPLE_BYTES = 32_000_000  # text that the trainer sees; BPE needs about 20 times that in memory
+_LEAST_SHARE = 64 << 10  # of a file, when there are too many files to read of all
+_CHUNK_CHARS = 2000
+# The trainer drops every sentence that holds one of its own marks, and NUL cannot be in a piece.
+# Text is cut there instead; byte fallback still encodes them, a tab as one token.
+_CUTS = re.compile("[\t\0\u2581\u2585]+")
+
+
+def train_model(documents: Iterable[str], vocab_size: int, model_type: str = "bpe") -> bytes:
+    """A serialized SentencePiece model with byte fallback; unk 0, bos 1, eos 2, no pad.
+
+    Nothing is normalized and no space is added, so that text survives exactly. Newlines stay
+    inside sentences: pieces such as `):⏎` and runs of indentation are learnt.
+
+    Raises UserError when the vocabulary does not fit the sample.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_chunks(documents),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            normalization_rule_name="identity",
+            max_sentence_length=16 * _CHUNK_CHARS,
+            num_threads=os.cpu_count() or 1,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        raise UserError(_explain(str(error), vocab_size)) from None
+    return model.getvalue()
+
+
+def sample_documents(files: Sequence[SourceFile], *, column: str, sample_bytes: int) -> list[str]:
+    """At most about `sample_bytes` of text, taken from the heads of the files in equal shares.
+
+    What small files leave of their share goes to the larger ones; of very many files every
+    n-th is read. Bad records are passed over; a bad file raises UserError, as does a corpus
+    without any usable document.
+    """
+    if sum(file.size for file in files) > sample_bytes:
+        files = files[:: -(-len(files) * _LEAST_SHARE // sample_bytes)]
+    documents: list[str] = []
+    left = sample_bytes
+    problems = []
+    for done, file in enumerate(sorted(files, key=lambda file: file.size)):
+        share = left // (len(files) - done)
+        try:
+            for text in _head(file, column, share):
+                documents.append(text)
+                left -= len(text.encode())
+        except BadFile as bad:
+            problems.append(f"{file.path}: {bad}")
+    if problems:
+        raise UserError(*problems)
+    if not documents:
+        shown = ", ".join(str(file.path) for file in files[:3]) + (", …" if len(files) > 3 else "")
+        raise UserError(
+            f"no usable document in {shown}: empty, not UTF-8 text, or without a field {column!r}"
+        )
+    return documents
+
+
+def _head(file: SourceFile, column: str, share: int) -> Iterator[str]:
+    fields = Fields(column)
+    for record in read_records(file.path, fields):
+        kept, size = [], 0
+        try:
+            for piece in read_document(record, fields)[1]:
+                enough = piece.utf8[: share - size]
+                kept.append(enough.decode(errors="ignore"))
+                size += len(enough)
+                if size == share:
+                    break
+        except BadRecord:
+            continue
+        if text := "".join(kept):
+            yield text
+        share -= size
+        if share <= 0:
+            return
+
+
+def _chunks(documents: Iterable[str]) -> Iterator[str]:
+    """Pieces of about `_CHUNK_CHARS`, cut at line ends where there are any, newlines kept."""
+    for document in documents:
+        for part in _CUTS.split(document):
+            start = 0
+            while start < len(part):
+                end = start + _CHUNK_CHARS
+                newline = part.rfind("\n", start, end) if end < len(part) else -1
+                end = newline + 1 if newline >= start else end
+                yield part[start:end]
+                start = end
+
+
+def _explain(message: str, vocab_size: int) -> str:
+    most = re.search(r"value <= (\d+)", message)
+    if most:
+        return f"--vocab-size {vocab_size} is too large for this text: at most {most[1]}"
+    least = re.search(r"required_chars\D*\d+ vs (\d+)", message)
+    if least:
+        return (
+            f"--vocab-size {vocab_size} is too small: 256 byte pieces, control pieces and the "
+            f"characters of this text need {least[1]}"
+        )
+    reason = message.rpartition("] ")[2] or message  # behind the place in its source code
+    return f"SentencePiece could not learn {vocab_size} pieces from this text: {reason}"

@@ -1,0 +1,1 @@
+"""Dataset directories and the batches read from them."""

@@ -1,0 +1,256 @@
+"""SentencePiece tokenizers: loading, exact encoding and decoding, and `cem tokenizer`."""
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+import sentencepiece
+
+from cem_jax.data.corpus.files import find_files
+from cem_jax.data.corpus.tokenizer_training import SAMPLE_BYTES, sample_documents, train_model
+from cem_jax.errors import UserError
+
+SEPARATORS = ("bos", "eos", "both")
+_SPACE_MARK = "\u2581"  # SentencePiece writes a space so; a literal one would come back as a space
+_LFS_POINTER = b"version https://git-lfs"
+_CUT_AFTER = 1500  # characters: SentencePiece slows down as texts grow
+_LONGEST = 1 << 20  # characters encoded at once: it needs some 50 bytes for each
+_BEFORE_WORD = re.compile(rf"(?<=[^\s{_SPACE_MARK}]) (?=\w)")
+_PROBE = "Some words, 12 of them, (x = 3); and\n  a line: été 汉字 end"
+
+
+class Tokenizer:
+    """A SentencePiece model (a Llama or Mistral `.model`, or one made by `cem tokenizer`).
+
+    Text never turns into control tokens: a literal `<s>` becomes ordinary pieces. Models without
+    a dummy prefix but with byte fallback (our own) are exact: `decode(encode(text)) == text`.
+
+    Raises UserError when the bytes are not a SentencePiece model; `name` stands in the message.
+    """
+
+    def __init__(self, model_bytes: bytes, name: str = "tokenizer"):
+        if model_bytes.startswith(_LFS_POINTER):
+            raise UserError(f"{name} is a Git LFS pointer, not the model: run `git lfs pull`")
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model_bytes)
+        except RuntimeError:
+            raise UserError(
+                f"{name} is not a SentencePiece model: give a .model file as `cem tokenizer` "
+                "writes it or as Llama and Mistral come with"
+            ) from None
+        self.name = name
+        self.model_bytes = model_bytes
+        self.hash = "sha256:" + hashlib.sha256(model_bytes).hexdigest()
+        self.vocab_size: int = self._processor.vocab_size()
+        self.bos_id = _existing(self._processor.bos_id())
+        self.eos_id = _existing(self._processor.eos_id())
+        self._space_mark_ids = self._find_space_mark_ids()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a `.model` file; raises UserError when it is missing or no SentencePiece model."""
+        try:
+            model_bytes = Path(path).read_bytes()
+        except OSError as error:
+            raise UserError(f"tokenizer {path} cannot be read: {error.strerror}") from None
+        return cls(model_bytes, name=str(path))
+
+    @classmethod
+    def from_bytes(cls, model_bytes: bytes) -> Self:
+        """The tokenizer of serialized model bytes, as stored in datasets and checkpoints."""
+        return cls(model_bytes)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without separators.
+
+        Raises UserError when the text holds lone surrogates, which UTF-8 cannot express.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"the text is not valid Unicode: lone surrogate at character {error.start}"
+            ) from None
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        """Token ids of many valid texts at once; `threads` of SentencePiece's own."""
+        ids = self._processor.encode(list(texts), out_type=int, num_threads=threads)
+        if self._space_mark_ids:
+            for i, text in enumerate(texts):
+                if _SPACE_MARK in text:
+                    ids[i] = self._encode_around_marks(text)
+        return ids
+
+    def parts(self, pieces: Iterable[str]) -> Iterator[str]:
+        """A text, given in pieces, in parts whose ids make up the ids of the whole.
+
+        They end before a space where no token can span it, so that long texts take neither
+        more time nor more memory than short ones. The exception is a text of more than a million
+        characters without such a space (or a tokenizer without): it is cut all the same.
+        """
+        keep_space, cut_after = self._cuts
+        held = ""
+        for piece in pieces:
+            held += piece
+            start = 0
+            while len(held) - start > cut_after:
+                found = _BEFORE_WORD.search(held, start + cut_after, start + _LONGEST)
+                if found is None and len(held) - start < _LONGEST:
+                    break
+                end = found.start() if found else start + _LONGEST
+                yield held[start:end]
+                start = end + (found is not None and not keep_space)
+            held = held[start:]
+        if held:
+            yield held
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; control tokens give nothing, broken UTF-8 gives U+FFFD.
+
+        Raises ValueError when an id lies outside the vocabulary.
+        """
+        ids = [int(i) for i in ids]
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise ValueError(f"ids {min(ids)}..{max(ids)} outside [0, {self.vocab_size})")
+        return self._processor.decode(ids)
+
+    def separator_ids(self, policy: str) -> tuple[list[int], list[int]]:
+        """The ids (before, after) each document under `bos`, `eos` or `both`.
+
+        Raises UserError when the tokenizer lacks a piece that the policy needs.
+        """
+        if policy not in SEPARATORS:
+            raise UserError(f"separator {policy!r} is none of {', '.join(SEPARATORS)}")
+        wanted = {"bos": policy in ("bos", "both"), "eos": policy in ("eos", "both")}
+        found = {"bos": self.bos_id, "eos": self.eos_id}
+        lacking = [name for name, needed in wanted.items() if needed and found[name] is None]
+        if lacking:
+            usable = [name for name, piece in found.items() if piece is not None]
+            hint = f"use --separator {usable[0]}" if usable else "train one with `cem tokenizer`"
+            raise UserError(
+                f"{self.name} has no {' and no '.join(lacking)} piece, which separator "
+                f"{policy!r} needs: {hint}"
+            )
+        before = [self.bos_id] if wanted["bos"] else []
+        after = [self.eos_id] if wanted["eos"] else []
+        return before, after
+
+    def _find_space_mark_ids(self) -> list[int]:
+        """Byte pieces of a literal U+2581; [] where encoding around it would not be exact."""
+        pieces = [f"<0x{byte:02X}>" for byte in _SPACE_MARK.encode()]
+        ids = [self._processor.piece_to_id(piece) for piece in pieces]
+        first = self._processor.encode("a", out_type=int)[:1]
+        has_prefix = bool(first) and self._processor.id_to_piece(first[0]).startswith(_SPACE_MARK)
+        exact = not has_prefix and all(self._processor.is_byte(i) for i in ids)
+        return ids if exact else []
+
+    @functools.cached_property
+    def _cuts(self) -> tuple[bool, int]:
+        """Whether the part behind a cut keeps its space, and the characters between cuts."""
+        ids = range(self._processor.vocab_size())
+        pieces = map(self._processor.id_to_piece, ids)
+        spanning = any(re.search(f"[^ {_SPACE_MARK}][ {_SPACE_MARK}]", piece) for piece in pieces)
+        places = [found.start() for found in _BEFORE_WORD.finditer(_PROBE)]
+        whole = self.encode_batch([_PROBE])[0]
+        for keep in (True, False):
+            halves = [(_PROBE[:i], _PROBE[i + (not keep) :]) for i in places]
+            encoded = [self.encode_batch(pair) for pair in halves]
+            exact = all(first + second == whole for first, second in encoded)
+            if exact and not spanning:
+                # BPE ranks its merges, which are local. Unigram sums up scores, and a sum's
+                # rounding depends on where it began.
+                scores = map(self._processor.get_score, ids)
+                ranks = all(score == int(score) for score in scores)
+                return keep, _CUT_AFTER if ranks else _LONGEST // 2
+        return True, _LONGEST
+
+    def _encode_around_marks(self, text: str) -> list[int]:
+        parts = self._processor.encode(text.split(_SPACE_MARK), out_type=int)
+        ids = list(parts[0])
+        for part in parts[1:]:
+            ids += self._space_mark_ids + part
+        return ids
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """`cem tokenizer`; the JSON object of the command."""
+    return train_tokenizer(
+        args.input,
+        args.output,
+        args.vocab_size,
+        column=args.text_column,
+        model_type=args.model_type,
+        sample_bytes=args.sample_mb * 1_000_000,
+        out=sys.stderr if args.json else sys.stdout,
+    )
+
+
+def train_tokenizer(
+    inputs: Sequence[str],
+    output: str | os.PathLike[str],
+    vocab_size: int,
+    *,
+    column: str = "text",
+    model_type: str = "bpe",
+    sample_bytes: int = SAMPLE_BYTES,
+    out: TextIO = sys.stdout,
+) -> dict[str, Any]:
+    """Train a tokenizer on a sample of a corpus (validation and test folders left out).
+
+    Writes `output` and says on `out` what it learnt. Raises UserError for inputs that cannot be
+    read and for a vocabulary that does not fit them.
+    """
+    started = time.monotonic()
+    output = Path(output)
+    if output.is_dir():
+        raise UserError(f"--output {output} is a directory: name a .model file")
+    files = find_files(inputs).files
+    training = [file for file in files if file.split in (None, "train")] or files
+    documents = sample_documents(training, column=column, sample_bytes=sample_bytes)
+    tokenizer = Tokenizer(train_model(documents, vocab_size, model_type))
+    _write_atomically(output, tokenizer.model_bytes)
+    size = sum(len(text.encode()) for text in documents)
+    measured = documents[:: max(1, len(documents) // 200)]
+    tokens = sum(map(len, tokenizer.encode_batch(measured)))
+    result = {
+        "vocab_size": tokenizer.vocab_size,
+        "hash": tokenizer.hash,
+        "output": str(output),
+        "documents": len(documents),
+        "bytes": size,
+        "bytes_per_token": sum(len(text.encode()) for text in measured) / max(1, tokens),
+        "seconds": round(time.monotonic() - started, 2),
+    }
+    print(
+        f"{output}: {tokenizer.vocab_size:,} pieces learnt from {len(documents):,} documents, "
+        f"{size / 1e6:.1f} MB; {result['bytes_per_token']:.2f} bytes a token on its own training "
+        f"text; {result['seconds']:.0f} s",
+        file=out,
+    )
+    return result
+
+
+def _existing(piece_id: int) -> int | None:
+    return piece_id if piece_id >= 0 else None
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise UserError(f"--output {path} cannot be written: {error.strerror}") from None

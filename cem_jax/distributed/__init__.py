@@ -1,0 +1,1 @@
+"""Runs of several processes: joining, agreeing, and noticing who is missing."""

@@ -1,1 +1,0 @@
-"""The paper's experiments: its synthetic study, its figures."""

@@ -1,0 +1,72 @@
+"""Sizes of blocks, warps and pipeline stages on a GPU, by kernel, dtype and lanes of a head.
+
+Chosen from compilations for an H200 (`benchmarks/gpu_static.py`): the largest tiles without spills.
+"""
+
+import jax.numpy as jnp
+
+from cem_jax.kernels.call import Inputs, Plan
+from cem_jax.kernels.gpu.shared import Product
+from cem_jax.kernels.gpu.tiles import SMALLEST, SQUARE, Task, lanes, square
+
+# kernel: (queries, keys, warps, stages). Two programs fit on a multiprocessor together, so that the
+# products of one run beside the exponentials of the other; tiles are long on the side that is kept,
+# which spares the cache.
+HALF = {
+    "forward": (128, 64, 4, 2),
+    "forward, wide": (128, 32, 4, 2),
+    "queries": (128, 32, 4, 2),
+    "keys": (32, 128, 4, 2),
+    "keys, values": (32, 64, 4, 2),
+    "sums": (64, 128, 8, 2),
+    "sums, exact": (64, 64, 4, 2),
+}
+# float32 products keep 24 bits, which the tensor cores do not: they take many registers.
+FULL = dict.fromkeys(HALF, (32, 32, 4, 2)) | {
+    "queries": (32, 32, 8, 2),
+    "keys": (16, 32, 8, 2),
+    "keys, values": (16, 32, 8, 2),
+}
+# product: (chunk of model dims, warps, stages)
+HALF_PRODUCTS = {"scores": (64, 8, 3), "sums": (128, 8, 3)}
+FULL_PRODUCTS = {"scores": (32, 8, 2), "sums": (64, 8, 2)}
+
+
+def task(kernel: str, inputs: Inputs, plan: Plan) -> Task:
+    """What is static in that kernel's call; blocks as asked for, or else chosen."""
+    _, positions, heads, width = inputs.q.shape
+    table = FULL if inputs.q.dtype == jnp.float32 else HALF
+    *blocks, warps, stages = table[_variant(kernel, inputs, plan)]
+    queries, keys = (min(size, square(positions)) for size in plan.blocks or blocks)
+    return Task(
+        positions, heads, width, 1.0 / plan.tau, queries, keys, warps, stages, bool(plan.interpret)
+    )
+
+
+def _variant(kernel: str, inputs: Inputs, plan: Plan) -> str:
+    """The kernel's name in the tables: some keep more in registers than others."""
+    if kernel == "forward" and lanes(inputs.q.shape[-1]) > 64:
+        return "forward, wide"
+    if kernel == "keys" and inputs.v is not None:
+        return "keys, values"
+    if kernel == "sums" and plan.context != "none":
+        return "sums, exact"
+    return kernel
+
+
+def product(kernel: str, inputs: Inputs, plan: Plan) -> Product:
+    table = FULL_PRODUCTS if inputs.q.dtype == jnp.float32 else HALF_PRODUCTS
+    return Product(*table[kernel], bool(plan.interpret))
+
+
+def refused_blocks(plan: Plan) -> str | None:
+    """Why blocks of these sizes cannot run; None if they can."""
+    if plan.blocks is None:
+        return None
+    fits = all(SMALLEST <= n <= SQUARE and n & (n - 1) == 0 for n in plan.blocks)
+    if fits:
+        return None
+    return (
+        f"blocks on a GPU are powers of two from {SMALLEST} to {SQUARE} positions, "
+        f"not {tuple(plan.blocks)}"
+    )

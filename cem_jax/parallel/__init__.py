@@ -1,1 +1,0 @@
-"""Devices as a mesh, and where each array lies on it."""

@@ -1,0 +1,159 @@
+"""What a run writes beside its checkpoints, and whether a directory's run is this one.
+
+config.json        the resolved configuration, all fields
+tokenizer.model    the dataset's tokenizer
+metrics.jsonl, tensorboard/, checkpoints/
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from etils import epath
+
+from cem_jax.config import Config, leaves
+from cem_jax.storage.remote import is_url
+from cem_jax.errors import UserError
+from cem_jax.distributed import session
+from cem_jax.runs.integrity import LIST_NAME
+from cem_jax.runs.metrics import FILE_NAME, metrics_so_far
+from cem_jax.storage.paths import clear_scratch, write_whole
+
+EXPORTED = "model.safetensors"  # what an export has, and no run
+# Places, which may differ between the machines of a run.
+LOCAL_FIELDS = ("data.path", "data.mixture", "log.compile_cache")
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def read_config(workdir: epath.Path) -> Config | None:
+    """The configuration of the run in `workdir`, None if there is none; UserError if broken."""
+    path = workdir / "config.json"
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}: not JSON ({error}); restore it or use another --workdir"
+        ) from None
+    try:
+        return Config.from_dict(values)
+    except UserError as error:
+        raise UserError(*(f"{path}: {message}" for message in error.messages)) from None
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The data's places, so that they are found from another working directory too."""
+    absolute = lambda path: path if is_url(path) or not path else os.path.abspath(path)
+    # entries are PATH=WEIGHT; a relative path and an absolute one both stand before the last "="
+    mixture = tuple(absolute(entry) for entry in config.data.mixture)
+    data = replace(config.data, path=absolute(config.data.path), mixture=mixture)
+    return replace(config, data=data)
+
+
+@contextlib.contextmanager
+def only_writer(workdir: epath.Path) -> Iterator[None]:
+    """Makes `workdir`, and keeps a second `cem train` out of it; object stores have no locks.
+
+    What it made goes again if it is still empty at the end.
+
+    Raises UserError when it cannot be made or another process is at work in it.
+    """
+    if not session.is_first() or is_url(workdir):
+        yield
+        return
+    made = list(itertools.takewhile(lambda p: not p.exists(), (workdir, *workdir.parents)))
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        directory = os.open(workdir, os.O_RDONLY)
+    except OSError as error:
+        _unmake(made)
+        taken = isinstance(error, FileExistsError)
+        why = "there is a file or a broken link of that name" if taken else error.strerror
+        raise UserError(f"--workdir {workdir}: cannot be made: {why}") from None
+    try:
+        _lock(directory, workdir)
+        try:
+            yield
+        finally:
+            _unmake(made)
+    finally:
+        os.close(directory)
+
+
+def _unmake(folders: list[epath.Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it holds something, or was not made
+            os.rmdir(folder)
+
+
+def _lock(directory: int, workdir: epath.Path) -> None:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however
+    except BlockingIOError:
+        raise UserError(
+            f"--workdir {workdir}: another `cem train` is at work there; wait, or use another"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+
+
+def agreed_facts(config: Config, fingerprint: str, latest: int | None, origin: str | None):
+    """What must be the same in all processes of a run: configuration, code, data, first step."""
+    facts = {f"config {name}": value for name, value in leaves(config).items()}
+    for name in LOCAL_FIELDS:
+        del facts[f"config {name}"]
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes())
+    versions = {f"version of {name}": version(name) for name in ("cem_jax", "jax", "jaxlib")}
+    return {
+        **facts,
+        **versions,
+        "source code of cem_jax": digest.hexdigest()[:16],
+        "dataset": fingerprint,
+        "newest checkpoint": latest,
+        "--init-from": origin,
+    }
+
+
+def require_nothing_lost(workdir: epath.Path, once_complete: list[str], before: Config) -> None:
+    """Raises UserError where a run without a checkpoint to go on from has had one.
+
+    Args:
+      once_complete: directories that were checkpoints, and are not any more.
+      before: the configuration it was last begun with.
+    """
+    folder, path = workdir / "checkpoints", workdir / FILE_NAME
+    again = "use another --workdir, or remove checkpoints/ and metrics.jsonl to begin again"
+    if once_complete:
+        raise UserError(
+            f"{folder}: no checkpoint to go on from; these were complete once, and have no "
+            f"{LIST_NAME} now: {', '.join(once_complete)}; put it back, {again}"
+        )
+    last = max((line["step"] for line in metrics_so_far(workdir)), default=0)
+    c = before.checkpoint
+    # The second save waits for the first one, and the steps after it for its beginning.
+    if last > 2 * min(c.every, c.keep_every or c.every):
+        raise UserError(
+            f"{folder}: no checkpoint to go on from, but {path} tells of step {last}; put the "
+            f"checkpoints back, {again}"
+        )
+
+
+def write_run_files(workdir: epath.Path, config: Config, tokenizer_model: bytes) -> None:
+    """config.json and tokenizer.model, each whole or not at all."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    tokenizer, fields = workdir / "tokenizer.model", workdir / "config.json"
+    clear_scratch(tokenizer, fields, workdir / FILE_NAME)
+    write_whole(tokenizer, tokenizer_model)
+    write_whole(fields, json.dumps(config.to_dict(), indent=2).encode() + b"\n")

@@ -1,0 +1,187 @@
+"""The record of a run: `metrics.jsonl`, one JSON object a line, and TensorBoard beside it.
+
+Every line has `step` and `kind` (train | eval | energies | event; docs/metrics.md says more). A run
+that resumes at step s drops what was written about later steps, so that each step stands once
+however often the run was killed.
+NaN and infinities become null: a line is valid JSON for every reader.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from etils import epath
+
+from cem_jax.errors import UserError
+from cem_jax.runs.tensorboard import Board
+from cem_jax.storage.append import growing
+from cem_jax.storage.paths import place, write_whole, writing
+
+FILE_NAME = "metrics.jsonl"
+KINDS = ("train", "eval", "energies", "event")
+
+
+class MetricsWriter:
+    """Appends to the record of the run in `workdir`. One process of a run may hold one.
+
+    Args:
+      workdir: the run directory; made if it is missing.
+      tensorboard: whether to write TensorBoard events into `<workdir>/tensorboard` as well.
+      resume_step: the step of the restored checkpoint; lines about later steps are removed.
+        0: a run from the start, nothing is kept.
+      due: kinds whose lines about `resume_step` are removed too, since they will be written again.
+
+    Raises:
+      UserError: the existing `metrics.jsonl` holds a line that is no metrics line, or may not be
+        written.
+      RunFailed: it cannot be written, now or later.
+    """
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        *,
+        tensorboard: bool,
+        resume_step: int,
+        due: Collection[str] = (),
+    ):
+        folder = place(workdir)
+        self.path = folder / FILE_NAME
+        with writing(self.path):
+            folder.mkdir(parents=True, exist_ok=True)
+        kept = _rewind(self.path, resume_step, due)
+        self._file = growing(self.path, _encoded(kept))
+        self._board = Board(folder / "tensorboard", resume_step) if tensorboard else None
+        for line in kept:
+            if line["step"] == resume_step:  # TensorBoard forgets whole steps only
+                self._show(line)
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append one line and hand it to the operating system.
+
+        Args:
+          kind: one of `KINDS`.
+          step: updates done so far.
+          values: numbers (0-d arrays too), strings, None, or lists and dicts of them.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
+        line = {"step": int(step), "kind": kind} | {k: _plain(v) for k, v in values.items()}
+        self._file.write(_encoded([line]))
+        self._show(line)
+
+    def _show(self, line: Mapping[str, Any]) -> None:
+        if self._board is not None:
+            group = "/".join([line["kind"], *(line[n] for n in ("split", "field") if n in line)])
+            named = {f"{group}/{name}": value for name, value in _scalars(line) if name != "step"}
+            self._board.add(line["step"], named)
+
+    def sync(self) -> None:
+        """Returns when what was written is kept, come what may; to be called before a save."""
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the files; more than once does no harm."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class SilentMetrics(contextlib.AbstractContextManager):
+    """Stands in for a MetricsWriter in the processes that write nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Nothing is written."""
+
+    def sync(self) -> None:
+        """There is nothing to keep."""
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The lines of `path` (a `metrics.jsonl` or a run directory) as dicts, in order.
+
+    A last line without its end, left by a run killed while writing it, is left out.
+
+    Raises:
+      UserError: the file is missing, or a line is no metrics line (named by its number).
+    """
+    file = place(path)
+    file = file / FILE_NAME if file.is_dir() else file
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+    lines = content.split(b"\n")[:-1]  # what follows the last newline was never finished
+    return [_parse(file, number, line) for number, line in enumerate(lines, 1)]
+
+
+def metrics_so_far(workdir: epath.Path) -> list[dict[str, Any]]:
+    """`read_metrics` of a run directory; nothing where the run has written none yet."""
+    return read_metrics(workdir) if (workdir / FILE_NAME).exists() else []
+
+
+def _parse(file: epath.Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if isinstance(record, dict) and type(record["step"]) is int and record["kind"] in KINDS:
+            return record
+    except (ValueError, KeyError, RecursionError):
+        pass
+    raise UserError(f"{file}, line {number}: not a metrics line (an object with step and kind)")
+
+
+def _rewind(path: epath.Path, step: int, due: Collection[str]) -> list[dict[str, Any]]:
+    """Keep the lines up to `step`, and return them; all or nothing, even if killed here."""
+    if not path.exists():
+        return []
+    lines = read_metrics(path.parent) if step > 0 else []
+    kept = [
+        line
+        for line in lines
+        if line["step"] < step or (line["step"] == step and line["kind"] not in due)
+    ]
+    write_whole(path, _encoded(kept))
+    return kept
+
+
+def _encoded(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
+
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers by name, those within dicts as outer/inner."""
+    for name, value in values.items():
+        if isinstance(value, int | float):
+            yield name, value
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}/{inner}", number) for inner, number in _scalars(value))
+
+
+def _plain(value: Any) -> Any:
+    """`value` as what JSON can hold; NaN and infinities as None."""
+    if hasattr(value, "item"):  # a 0-d array or NumPy scalar
+        value = value.item()
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    raise TypeError(f"a metric must be numbers or text, not {type(value).__name__}")

@@ -1,0 +1,1 @@
+"""The device mesh, and how every array is split over it."""

@@ -1,0 +1,1 @@
+"""Files and directories, local or behind URLs."""

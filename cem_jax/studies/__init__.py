@@ -1,0 +1,1 @@
+"""Studies of many runs: the paper's figures and its synthetic experiment."""

@@ -1,0 +1,1 @@
+"""Sweeps over a figure's arms, and reports of their runs."""

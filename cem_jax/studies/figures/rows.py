@@ -1,0 +1,155 @@
+"""The row of a finished run: what it was, what it cost, what it reached. One small JSON file each.
+
+A sweep's directory holds it as <run>/row.json; `--results DIR` keeps a copy as DIR/<run>.json, and
+a run whose row is there is not run again. `cem report` reads both.
+"""
+
+import csv
+import io
+import json
+import math
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from numbers import Real
+from typing import Any
+
+import jax
+from etils import epath
+
+from cem_jax.commands import eval
+from cem_jax.errors import UserError
+from cem_jax.model import pure
+from cem_jax.runs.metrics import read_metrics
+from cem_jax.storage.paths import write_whole
+from cem_jax.studies.figures.grid import Run
+from cem_jax.train.flops import training_flops_per_token
+
+FORMAT = "cem_jax row 1"
+SPLIT = "test"
+
+_FIELDS = (
+    dict.fromkeys(("run", "key", "size", "dataset"), str)
+    | dict.fromkeys(("learning_rate", "seed", "parameters", "training_flops", "tokens"), Real)
+    | dict.fromkeys(("loss", "perplexity"), Real)
+    | dict.fromkeys(("seconds", "bits_per_byte"), Real | None)
+    | dict.fromkeys(("loss_at_steps", "config"), Mapping)
+)
+_MEASURED = ("loss", "perplexity", "loss_at_steps")
+
+
+def measure(run: Run, workdir: epath.Path, dataset: str) -> dict[str, Any]:
+    """The row of a run that was trained in `workdir`, evaluated on the test split.
+
+    Its last validation is taken if that was of the test split; otherwise it is evaluated here.
+    """
+    lines = read_metrics(workdir)
+    config = run.config
+    tokens = config.total_steps * config.tokens_per_step
+    device = jax.devices()[0]
+    result = _last_validation(lines, config.total_steps) or _evaluate(workdir)
+    at_steps = {str(steps): _evaluate(workdir, steps)["loss"] for steps in run.evaluate_steps}
+    return {
+        "format": FORMAT,
+        "run": run.name,
+        "key": run.key,
+        "size": run.size,
+        "learning_rate": config.optimizer.learning_rate,
+        "seed": run.seed,
+        "parameters": pure.count(config.model),
+        "training_flops": tokens * training_flops_per_token(config.model, config.data.context),
+        "tokens": tokens,
+        "steps": config.total_steps,
+        "seconds": training_seconds(lines),
+        "split": SPLIT,
+        **{name: result[name] for name in ("loss", "perplexity", "bits_per_byte")},
+        "loss_at_steps": at_steps,
+        "dataset": dataset,
+        "device": f"{jax.device_count()} × {device.device_kind}, {os.cpu_count()} CPU cores",
+        "versions": {name: version(name) for name in ("cem_jax", "jax")},
+        "config": _without_places(config.to_dict()),
+    }
+
+
+def training_seconds(lines: list[dict[str, Any]]) -> float | None:
+    """Seconds of all steps, compilation and pauses apart; None where too few were measured."""
+    train = [line for line in lines if line["kind"] == "train"]
+    known = [line["step_seconds"] for line in train if line["step_seconds"] is not None]
+    if not known:
+        return None
+    total, before, seconds = 0.0, 0, known[0]
+    for line in train:
+        seconds = line["step_seconds"] if line["step_seconds"] is not None else seconds
+        total += seconds * (line["step"] - before)
+        before = line["step"]
+    return total
+
+
+def read_rows(folder: epath.Path) -> dict[str, dict[str, Any]]:
+    """The rows in `folder` and in the folders within it, by the runs' names.
+
+    A loss or perplexity of null, as of a run that diverged, is NaN. Raises UserError for a file
+    that is no JSON or lacks a row's fields; JSON files that hold no row are passed over.
+    """
+    rows, problems = {}, []
+    for file in sorted([*folder.glob("*.json"), *folder.glob("*/*.json")]):
+        try:
+            values = json.loads(file.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(f"{file}: cannot be read as JSON: {error}")
+            continue
+        if not isinstance(values, Mapping) or values.get("format") != FORMAT:
+            continue
+        row = dict(values) | {n: _finite_or_nan(values.get(n)) for n in _MEASURED}
+        wrong = [name for name, kind in _FIELDS.items() if not isinstance(row.get(name), kind)]
+        if wrong:
+            problems.append(f"{file}: a row without, or of another kind: {', '.join(wrong)}")
+        else:
+            rows[row["run"]] = row
+    if problems:
+        raise UserError(*problems)
+    return rows
+
+
+def _finite_or_nan(value: Any) -> Any:
+    """A measurement, or several by name, with NaN for what JSON could not hold."""
+    if isinstance(value, Mapping):
+        return {name: _finite_or_nan(one) for name, one in value.items()}
+    return math.nan if value is None else value
+
+
+def write_json(path: epath.Path, value: Any) -> None:
+    """Whole or not at all."""
+    _write(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_csv(path: epath.Path, columns: Sequence[str], table: Sequence[Mapping[str, Any]]) -> None:
+    """Whole or not at all."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    _write(path, text.getvalue())
+
+
+def _write(path: epath.Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text.encode())
+
+
+def _without_places(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration's dict without what is particular to a machine, so that it can be shared."""
+    values["data"] |= {"path": "", "mixture": []}
+    values["log"]["compile_cache"] = None
+    return values
+
+
+def _last_validation(lines: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
+    found = [line for line in lines if line["kind"] == "eval" and line["step"] == step]
+    return next((line for line in found if line["split"] == SPLIT), None)
+
+
+def _evaluate(workdir: epath.Path, steps: int | None = None) -> dict[str, Any]:
+    arguments = dict(attention_steps=steps, mlp_steps=steps, step=None, batch=None, json=True)
+    return eval.run(Namespace(workdir=str(workdir), split=SPLIT, **arguments))

@@ -1,0 +1,193 @@
+"""`cem sweep`: the runs of figures, one after the other, or as commands for a job array.
+
+A run's directory is WORKDIR/<run>. Finished runs are skipped, broken ones resumed; one that fails
+is reported and the others go on. WORKDIR/table.json and table.csv say where all of them stand.
+"""
+
+import gc
+import os
+import shlex
+import sys
+import time
+import traceback
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from etils import epath
+
+from cem_jax.errors import RunFailed, UserError
+from cem_jax.runs.progress import format_duration
+from cem_jax.runs.training import train
+from cem_jax.storage.paths import place
+from cem_jax.studies.figures.grid import Run, flag, read_sweep, runs_of
+from cem_jax.studies.figures.rows import SPLIT, measure, read_rows, write_csv, write_json
+from cem_jax.train.flops import training_flops_per_token
+from cem_jax.train.setup import open_data
+
+COLUMNS = (
+    "run",
+    "status",
+    "figures",
+    "size",
+    "learning_rate",
+    "seed",
+    "parameters",
+    "training_flops",
+    "tokens",
+    "seconds",
+    "loss",
+    "perplexity",
+    "bits_per_byte",
+)
+
+
+def run(args: Namespace) -> dict[str, Any]:
+    """{runs: the table, passed: whether no run failed}, or {commands} with --print-commands.
+
+    Raises UserError, before anything runs, for what is wrong with a figure, a flag or the data.
+    """
+    sweeps = [read_sweep(path, args.size) for path in args.config]
+    runs = runs_of(sweeps, range(args.seeds), args.overrides)
+    workdir = place(args.workdir)
+    results = place(args.results) if args.results else None
+    if args.print_commands:
+        done = _finished(runs, workdir, results)
+        commands = [command(run, args.workdir) for run in runs if run.name not in done]
+        if not args.json:
+            print(*commands, sep="\n")
+        return {"commands": commands}
+    grid = _Grid(runs, workdir, results, _dataset(runs))
+    grid.run()
+    return {"passed": not grid.failed, "runs": grid.table()}
+
+
+def command(run: Run, workdir: str) -> str:
+    """The `cem train` that trains the run, for a shell."""
+    folder = f"{workdir.rstrip('/')}/{run.name}"
+    flags = [flag(name, value) for name, value in run.changes.items()]
+    file = os.path.relpath(run.file)
+    return shlex.join(["cem", "train", "--config", file, "--workdir", folder, *flags])
+
+
+def _finished(
+    runs: Sequence[Run], workdir: epath.Path, results: epath.Path | None
+) -> dict[str, dict]:
+    """The rows of runs that lack nothing."""
+    rows = read_rows(workdir) | (read_rows(results) if results else {})
+    wanted = {run.name: {str(steps) for steps in run.evaluate_steps} for run in runs}
+    return {
+        n: row for n, row in rows.items() if n in wanted and wanted[n] <= set(row["loss_at_steps"])
+    }
+
+
+def _dataset(runs: Sequence[Run]) -> str:
+    """The fingerprint of the runs' dataset. Raises UserError where it does not fit them."""
+    found = set()
+    configs = {(run.config.data, run.config.model.vocab_size): run.config for run in runs}
+    for config in configs.values():
+        mixture = open_data(config)
+        for source in mixture.sources:
+            source.split(SPLIT)
+        found.add(mixture.fingerprint)
+    (fingerprint,) = found
+    return fingerprint
+
+
+class _Grid:
+    """Runs, and what is known of each."""
+
+    def __init__(self, runs: Sequence[Run], workdir: epath.Path, results, dataset: str):
+        self.runs, self.workdir, self.results, self.dataset = runs, workdir, results, dataset
+        self.rows = _finished(runs, workdir, results)
+        self.failed: dict[str, str] = {}
+        self._spent = self._done = 0.0  # seconds and FLOPs of the runs done here
+        other = [name for name, row in self.rows.items() if row["dataset"] != dataset]
+        if other:
+            raise UserError(
+                f"{len(other)} finished runs were on another dataset than {dataset}, so they "
+                "cannot be compared with new ones; use another --workdir and --results",
+                *(f"{name}: dataset {self.rows[name]['dataset']}" for name in other[:5]),
+            )
+
+    def run(self) -> None:
+        """All that are not finished. Failures are told and kept in `failed`."""
+        waiting = [run for run in self.runs if run.name not in self.rows]
+        self._say(f"{len(self.runs)} runs, {len(self.runs) - len(waiting)} of them finished")
+        self._write_table()
+        for index, run in enumerate(waiting):
+            self._say(f"[{index + 1}/{len(waiting)}] {run.label}: {self.workdir / run.name}")
+            began = time.monotonic()
+            try:
+                self._one(run)
+            except (UserError, RunFailed) as error:
+                self._fail(run, " ".join(str(error).split("\n")))
+            except Exception as error:
+                traceback.print_exc()
+                self._fail(run, f"{type(error).__name__}: {error}")
+            else:
+                self._spent += time.monotonic() - began
+                self._done += _cost(run)
+                self._report(run, waiting[index + 1 :])
+            self._write_table()
+            jax.clear_caches()
+            gc.collect()
+        for name, message in self.failed.items():
+            self._say(f"failed: {name}: {message}")
+
+    def table(self) -> list[dict[str, Any]]:
+        """One dict a run, with the fields `COLUMNS`; None for what is not known yet."""
+        return [self._line(run) for run in self.runs]
+
+    def _one(self, run: Run) -> None:
+        folder = self.workdir / run.name
+        train(run.config, folder)
+        row = measure(run, folder, self.dataset)
+        write_json(folder / "row.json", row)
+        if self.results is not None:
+            write_json(self.results / f"{run.name}.json", row)
+        self.rows[run.name] = row
+
+    def _fail(self, run: Run, message: str) -> None:
+        self.failed[run.name] = message
+        self._say(f"failed: {run.label}: {message}")
+
+    def _report(self, run: Run, left: Sequence[Run]) -> None:
+        row = self.rows[run.name]
+        words = f"{run.label}: test perplexity {row['perplexity']:.3f}"
+        if left:
+            seconds = self._spent / self._done * sum(map(_cost, left))
+            words += f"; {len(left)} left, ETA {format_duration(seconds)}"
+        self._say(words)
+
+    def _line(self, run: Run) -> dict[str, Any]:
+        row = self.rows.get(run.name, {})
+        status = f"failed: {self.failed[run.name]}" if run.name in self.failed else "not finished"
+        known = {
+            "run": run.name,
+            "status": "finished" if row else status,
+            "figures": "; ".join(f"{use.figure}: {use.arm}" for use in run.uses),
+            "size": run.size,
+            "learning_rate": run.config.optimizer.learning_rate,
+            "seed": run.seed,
+        }
+        return {name: known.get(name, row.get(name)) for name in COLUMNS}
+
+    def _write_table(self) -> None:
+        table = self.table()
+        write_json(self.workdir / "table.json", {"runs": table})
+        write_csv(self.workdir / "table.csv", COLUMNS, table)
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _cost(run: Run) -> float:
+    """FLOPs of the training: what the time left is estimated by."""
+    config = run.config
+    return (
+        config.total_steps
+        * config.tokens_per_step
+        * training_flops_per_token(config.model, config.data.context)
+    )

@@ -1,0 +1,133 @@
+"""Rows that stand in no figure as asked for: how many, and what would have to be asked instead.
+
+A report reads a directory under the same overrides as its sweep had. Without them its rows are
+other runs' than the figures', and it would be empty without saying why.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cem_jax.config import leaves
+from cem_jax.errors import UserError
+from cem_jax.studies.figures.grid import Run, Sweep, defaults, flag, flat, is_trained, runs_of
+
+_MOST_FIELDS = 4
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """Rows that differ in the same way from the run of the figures that is nearest to them.
+
+    Attributes:
+      runs: the rows' names.
+      size: their model size.
+      nearest: that run, as figures call it; None where no figure has the size.
+      fields: dotted field -> the rows' value, where the run's is another.
+      overrides: the flags under which the figures have these rows; empty where there are none.
+    """
+
+    runs: tuple[str, ...]
+    size: str
+    nearest: str | None
+    fields: Mapping[str, Any]
+    overrides: tuple[str, ...]
+
+    def __str__(self) -> str:
+        count = f"{len(self.runs)} {'row' if len(self.runs) == 1 else 'rows'}"
+        if self.nearest is None:
+            return f"{count} of size {self.size}, which no figure asked for has"
+        if not self.fields:
+            other = "data.mixture or the version of cem_jax"
+            return f"{count} as {self.nearest} in all fields that rows hold; {other} is another"
+        shown = [f"{name}={value}" for name, value in self.fields.items()][:_MOST_FIELDS]
+        if len(self.fields) > len(shown):
+            shown.append(f"and {len(self.fields) - len(shown)} fields more")
+        told = f"{count} with {', '.join(shown)}"
+        if self.overrides:
+            return f"{told}; give {shlex.join(self.overrides)} for them"
+        return f"{told}; the nearest is {self.nearest}"
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "rows": len(self.runs),
+            "size": self.size,
+            "differences": dict(self.fields),
+            "nearest": self.nearest,
+            "overrides": list(self.overrides),
+            "runs": list(self.runs),
+        }
+
+
+def unplaced(
+    sweeps: Sequence[Sweep],
+    rows: Sequence[Mapping[str, Any]],
+    overrides: Sequence[tuple[str, Any]] = (),
+) -> list[Unplaced]:
+    """Of rows that are no run's of the sweeps under `overrides`; what most share first."""
+    runs = {run.key: run for run in runs_of(sweeps, (0,), overrides)}
+    values = [(run, _run_fields(run)) for run in runs.values()]
+    groups: dict[str, list[tuple[Mapping[str, Any], Run | None, dict[str, Any]]]] = {}
+    for row in rows:
+        run, fields = _nearest(row, values)
+        groups.setdefault(json.dumps([row["size"], fields]), []).append((row, run, fields))
+    found = [_group(members, sweeps, overrides) for members in groups.values()]
+    return sorted(found, key=lambda group: -len(group.runs))
+
+
+def _group(members, sweeps: Sequence[Sweep], overrides: Sequence[tuple[str, Any]]) -> Unplaced:
+    row, run, fields = members[0]
+    names = tuple(row["run"] for row, _, _ in members)
+    keys = {row["key"] for row, _, _ in members}
+    label = run and run.label.rpartition(", seed")[0]
+    flags = tuple(_flags(fields, keys, sweeps, overrides)) if fields else ()
+    return Unplaced(names, row["size"], label, fields, flags)
+
+
+def _nearest(
+    row: Mapping[str, Any], runs: Sequence[tuple[Run, Mapping[str, Any]]]
+) -> tuple[Run | None, dict[str, Any]]:
+    """(the run of the row's size with the fewest fields of other values, those fields)."""
+    mine = _row_fields(row)
+    found = [
+        (run, {name: mine[name] for name in mine if mine[name] != theirs[name]})
+        for run, theirs in runs
+        if run.size == row["size"]
+    ]
+    return min(found, key=lambda pair: len(pair[1]), default=(None, {}))
+
+
+def _flags(
+    fields: Mapping[str, Any],
+    keys: set[str],
+    sweeps: Sequence[Sweep],
+    overrides: Sequence[tuple[str, Any]],
+) -> Iterator[str]:
+    """The overrides that give the figures all rows of `keys`, tried out; nothing if none do."""
+    kept = [(name, value) for name, value in overrides if name not in fields]
+    try:
+        runs = runs_of(sweeps, (0,), [*kept, *fields.items()])
+    except UserError:  # what figures compare, or what goes together with no other field's value
+        return
+    if keys <= {run.key for run in runs}:
+        given = kept + list(fields.items())
+        yield from (flag(name, value) for name, value in given)
+
+
+def _run_fields(run: Run) -> dict[str, Any]:
+    return _comparable(leaves(run.config))
+
+
+def _row_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row lacks the fields that were added after it was written; they have their defaults."""
+    default = defaults()
+    kept = flat(row["config"])
+    return _comparable(default | {name: kept[name] for name in kept if name in default})
+
+
+def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes two runs different ones, as JSON has it; of the data's places rows know none."""
+    trained = {n: v for n, v in values.items() if is_trained(n) and n != "data.mixture"}
+    return json.loads(json.dumps(trained))

@@ -1,0 +1,1 @@
+"""Regression of functions drawn from Gaussian processes (Table 3)."""

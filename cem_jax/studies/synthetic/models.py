@@ -1,0 +1,106 @@
+"""The six regressors of Table 3: input, one MLP sublayer of width 64, output.
+
+    x = W_in input + b_in          sublayer(x)          y = w_out·RMSNorm(x) + b_out
+
+Plain    x + W_2 σ(W_1 h + b_1) + b_2                       h = RMSNorm(x)
+Gated    x + W_d(σ(W_g h + b_g) ∘ (W_u h + b_u)) + b_d
+CEM      T steps down ξ from x, in the context h; no biases, η = 1, no P
+
+σ is SiLU in all three. The norm before the sublayer is that of the recursion too.
+
+Shapes: N points · I inputs · D = 64 model dim · M hidden.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from cem_jax.energy import StepNorm, descend, elementwise_energy, rms_norm
+from cem_jax.sharding.linear import project
+
+POINTS = 100  # of the forward pass whose FLOPs Table 3 has
+_INPUTS, _DIM = 10, 64
+_EPS = 1e-6
+_NORM_FLOPS = 5  # an element
+
+Parameters = dict[str, Any]
+
+
+class Model(NamedTuple):
+    """Which sublayer, how wide, and for CEM how many steps."""
+
+    title: str
+    kind: str  # plain | gated | cem
+    hidden: int
+    steps: int = 1
+
+
+MODELS = {
+    "plain": Model("Plain", "plain", 256),
+    "gated": Model("Gated", "gated", 170),
+    "cem_t1": Model("CEM-T1", "cem", 170, 1),
+    "cem_t2": Model("CEM-T2", "cem", 170, 2),
+    "cem_t4": Model("CEM-T4", "cem", 170, 4),
+    "cem_t8": Model("CEM-T8", "cem", 170, 8),
+}
+
+
+def initialise(model: Model, key: Array) -> Parameters:
+    """Weights N(0, 1/fan-in), biases 0, norms 1."""
+    shapes = {"input": (_DIM, _INPUTS), "output": (1, _DIM)}
+    biases = {"input_bias": _DIM, "output_bias": 1}
+    wide, narrow = (model.hidden, _DIM), (_DIM, model.hidden)
+    if model.kind == "plain":
+        shapes |= {"up": wide, "down": narrow}
+        biases |= {"up_bias": model.hidden, "down_bias": _DIM}
+    elif model.kind == "gated":
+        shapes |= {"gate": wide, "up": wide, "down": narrow}
+        biases |= {"gate_bias": model.hidden, "up_bias": model.hidden, "down_bias": _DIM}
+    else:
+        shapes |= {"multiplier": wide, "tied": wide}
+    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+    weights = {
+        name: jax.random.normal(keys[name], shape) * shape[-1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    zeros = {name: jnp.zeros(size) for name, size in biases.items()}
+    return weights | zeros | {"norm": jnp.ones(_DIM), "output_norm": jnp.ones(_DIM)}
+
+
+def apply(model: Model, p: Parameters, inputs: Float[Array, "N I"]) -> Float[Array, " N"]:
+    """The model's predictions."""
+    affine = lambda x, name: project(x, p[name]) + p[f"{name}_bias"][None]
+    x_ND = affine(inputs, "input")
+    h_ND = rms_norm(x_ND, p["norm"], _EPS)
+    if model.kind == "plain":
+        x_ND += affine(jax.nn.silu(affine(h_ND, "up")), "down")
+    elif model.kind == "gated":
+        x_ND += affine(jax.nn.silu(affine(h_ND, "gate")) * affine(h_ND, "up"), "down")
+    else:
+        gamma_NM = project(h_ND, p["multiplier"])
+        energy = lambda u: elementwise_energy(u, gamma_NM, p["tied"]).sum()
+        norm = StepNorm(p["norm"], _EPS)
+        x_ND = descend(
+            lambda u: -jax.grad(energy)(u), x_ND, steps=model.steps, step_size=1.0, norm=norm
+        )
+    return affine(rms_norm(x_ND, p["output_norm"], _EPS), "output")[:, 0]
+
+
+def sizes(model: Model, batch: int = POINTS) -> dict[str, int]:
+    """`parameters`, and `flops` of a forward pass of `batch` points, counted from the shapes.
+
+    Two FLOPs a multiply-add, five a normed element; biases, activations and the norm inside the
+    recursion are left out, as in the paper.
+    """
+    shapes = jax.eval_shape(lambda: initialise(model, jax.random.key(0)))
+    # a step takes u into the hidden coordinates and the force back out, by one weight
+    times = {"tied": 2 * model.steps}
+    flops = {1: lambda name, size: _NORM_FLOPS * size if "norm" in name else 0}
+    flops[2] = lambda name, size: 2 * size * times.get(name, 1)
+    counted = sum(flops[leaf.ndim](name, leaf.size) for name, leaf in shapes.items())
+    return {
+        "parameters": sum(leaf.size for leaf in shapes.values()),
+        "flops": batch * counted,
+    }

@@ -1,0 +1,167 @@
+"""`cem synthetic`: regression of functions drawn from Gaussian processes (Table 3).
+
+The work directory gets a JSON file for each kernel as soon as it is finished, which the same
+command again takes over; at the end table.json and table.png.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from cem_jax.errors import UserError
+from cem_jax.runs.progress import format_duration
+from cem_jax.studies.figures.rows import write_json
+from cem_jax.studies.synthetic.data import KERNELS, Data, describe, make_data
+from cem_jax.studies.synthetic.models import MODELS, sizes
+from cem_jax.studies.synthetic.report import draw, rendered
+from cem_jax.studies.synthetic.training import BATCH, PEAK, fit
+
+
+class Settings(NamedTuple):
+    """How large a study is. The same for all kernels and models."""
+
+    seeds: int
+    steps: int
+    points: int
+    test_points: int = 4000
+
+    def described(self, kernel: str) -> dict[str, Any]:
+        """All that a kernel's results depend on."""
+        training = {"batch": BATCH, "learning_rate": PEAK}
+        return self._asdict() | training | {"kernel": describe(kernel)}
+
+
+def run(args: Any) -> dict[str, Any]:
+    """`cem synthetic`. Raises UserError when the work directory holds another study."""
+    models = {name: sizes(model) for name, model in MODELS.items()}
+    if args.dry_run:
+        print(rendered(models, {}))
+        return {"models": models}
+    settings = Settings(args.seeds, args.steps, args.points)
+    kernels = study(Path(args.workdir), args.kernels or list(KERNELS), settings, sys.stderr)
+    result = {"models": models, "settings": settings._asdict(), "kernels": kernels}
+    write_json(Path(args.workdir) / "table.json", result)
+    draw(kernels, Path(args.workdir) / "table.png")
+    print(rendered(models, kernels))
+    return result
+
+
+def study(
+    workdir: Path, names: list[str], settings: Settings, stream: TextIO
+) -> dict[str, dict[str, Any]]:
+    """The results of each kernel, those in `workdir` taken over.
+
+    {kernel: {"settings", "models": {model: {"train": [RMSE of each seed], "test": […]}},
+    "seconds", "cpu_seconds"}}
+    """
+    names = list(dict.fromkeys(names))
+    found = {name: _finished(workdir / f"{name}.json", settings.described(name)) for name in names}
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--workdir {workdir}: cannot be made: {error.strerror}") from None
+    missing = [name for name in names if found[name] is None]
+    progress = _Progress(settings, len(missing), stream)
+    for name in missing:
+        found[name] = _regress(name, settings, progress)
+        write_json(workdir / f"{name}.json", found[name])
+    progress.finish()
+    return found
+
+
+def _regress(kernel: str, settings: Settings, progress: "_Progress") -> dict[str, Any]:
+    """All models on one kernel: the same functions, points and batches for each."""
+    clocks = time.monotonic(), time.process_time()
+    draws = [
+        make_data(kernel, seed, settings.points, settings.test_points)
+        for seed in range(settings.seeds)
+    ]
+    data = Data(*(np.stack(arrays) for arrays in zip(*draws, strict=True)))
+    results = {}
+    for name, model in MODELS.items():
+        report = progress.of(kernel, name)
+        errors = fit(model, data, settings.seeds, settings.steps, report)
+        results[name] = {"train": errors.train.tolist(), "test": errors.test.tolist()}
+    return {
+        "settings": settings.described(kernel),
+        "models": results,
+        "seconds": round(time.monotonic() - clocks[0], 1),
+        "cpu_seconds": round(time.process_time() - clocks[1], 1),
+    }
+
+
+def _finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """What an earlier run left at `path`; UserError if that is something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        before, _ = dict(content["settings"]), content["models"]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: not a kernel's results ({error}); remove it, or use another --workdir"
+        ) from None
+    if before == settings:
+        return content
+    changed = [key for key in settings if before.get(key) != settings[key]]
+    there = ", ".join(f"{key} {before.get(key)} -> {settings[key]}" for key in changed)
+    raise UserError(
+        f"{path}: made with other settings (there -> now: {there}); use another --workdir, or "
+        "the same settings"
+    )
+
+
+class _Progress:
+    """Where the study stands; a model's steps count by their FLOPs.
+
+    What a model takes until its first report holds its compilation, once for all kernels, and is
+    counted apart.
+    """
+
+    def __init__(self, settings: Settings, kernels: int, stream: TextIO):
+        self._costs = {name: sizes(model)["flops"] for name, model in MODELS.items()}
+        self._total = kernels * sum(self._costs.values())
+        self._steps, self._stream, self._moving = settings.steps, stream, stream.isatty()
+        self._shown = -math.inf
+        self._done = self._measured = self._seconds = 0.0  # work in FLOPs a step
+        self._starts: dict[str, float] = {}  # of each compiled model, in seconds
+
+    def of(self, kernel: str, model: str) -> Callable[[int], None]:
+        """What `fit` reports to."""
+        base, cost = self._done, self._costs[model] / self._steps
+        mark = time.monotonic()
+
+        def report(step: int) -> None:
+            nonlocal mark
+            now = time.monotonic()
+            done = base + cost * step
+            if model in self._starts:
+                self._measured += done - self._done
+                self._seconds += now - mark
+            self._starts.setdefault(model, now - mark)
+            self._done, mark = done, now
+            if now - self._shown >= (0.5 if self._moving else 15.0):
+                self._shown = now
+                self._show(f"{KERNELS[kernel].title}  {MODELS[model].title}  step {step}")
+
+        return report
+
+    def _show(self, where: str) -> None:
+        line = f"{where}/{self._steps}  {100 * self._done / self._total:.0f} %"
+        if self._measured:
+            to_compile = np.mean(list(self._starts.values())) * (len(MODELS) - len(self._starts))
+            left = (self._total - self._done) * self._seconds / self._measured + to_compile
+            line += f"  ETA {format_duration(left)}"
+        self._stream.write(f"\r\033[K{line}" if self._moving else f"{line}\n")
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """End the line."""
+        if self._moving:
+            self._stream.write("\r\033[K")

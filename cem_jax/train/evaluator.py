@@ -1,0 +1,196 @@
+"""The loss of a whole split, each target once.
+
+Shapes: B windows at a time · J targets a window.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from cem_jax.config import Config
+from cem_jax.data.dataset.loader import eval_batches
+from cem_jax.data.dataset.mixture import Mixture, single
+from cem_jax.data.dataset.store import Dataset
+from cem_jax.distributed.session import global_arrays, local_rows, together
+from cem_jax.errors import UserError
+from cem_jax.model import pure
+from cem_jax.sharding.mesh import batch_sharding, in_mesh
+from cem_jax.train.loss import sum_of_losses
+
+_AHEAD = 2  # batches handed to the device before the first one's result is read
+
+
+class Evaluator:
+    """Evaluates parameters on one split, compiled once; a mixture's datasets, and the named sources
+    of each, one by one.
+
+    Args:
+      batch: windows at a time, rounded up to what the mesh divides; None: as many as in training.
+      limit: at most so many times train.global_batch windows of each source, the same on every
+        machine; None: the whole split.
+      mesh: devices to spread the batch over; None: one.
+      attention_steps, mlp_steps: T in place of the configured ones.
+
+    Raises:
+      UserError: a dataset has no such split, or a split smaller than a window.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dataset: Dataset | Mixture,
+        split: str,
+        *,
+        batch: int | None = None,
+        limit: int | None = None,
+        mesh: Mesh | None = None,
+        attention_steps: int | None = None,
+        mlp_steps: int | None = None,
+    ):
+        self.split = split
+        mixture = dataset if isinstance(dataset, Mixture) else single(dataset)
+        self._config = config
+        ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        rows = batch or config.train.microbatch or config.train.global_batch
+        self._batch = -(-rows // ways) * ways
+        windows = None if limit is None else limit * config.train.global_batch
+        self._limit = None if windows is None else -(-windows // self._batch)
+        self._placement = None if mesh is None else batch_sharding(mesh)
+        self._rows = None if mesh is None else local_rows(self._placement, self._batch)
+        self._sources = self._usable(mixture)
+        dtype = jnp.dtype(config.train.compute_dtype)
+
+        def sums(parameters, batch):
+            losses = sum_of_losses(
+                pure.bind(config.model, parameters),
+                batch["tokens"],
+                weights=batch["weights"],
+                segments=batch.get("segments"),
+                dtype=dtype,
+                attention_steps=attention_steps,
+                mlp_steps=mlp_steps,
+                shards=ways,
+            )
+            return losses.nats, losses.weight
+
+        sums = together("the validation", jax.jit(sums))
+        self._sums = sums if mesh is None else in_mesh(mesh, sums)
+
+    @property
+    def measure(self) -> str:
+        """What the common part of its evaluations is of; another's is not to be compared."""
+        windows = "all" if self._limit is None else f"{self._limit * self._batch}"
+        return f"{self.split}: {windows} windows of {self._config.data.context} tokens"
+
+    def batches(self, *, whole: bool = False) -> int:
+        """Batches of one evaluation."""
+        limit = None if whole else self._limit
+        return sum(self._batches_of(source, limit) for source in self._sources)
+
+    def __call__(
+        self,
+        parameters: pure.Parameters,
+        report: Callable[[int], None] | None = None,
+        *,
+        whole: bool = False,
+    ) -> dict[str, Any]:
+        """As `with_common`, without the common part."""
+        return self.with_common(parameters, report, whole=whole)[0]
+
+    def with_common(
+        self,
+        parameters: pure.Parameters,
+        report: Callable[[int], None] | None = None,
+        *,
+        whole: bool = False,
+    ) -> tuple[dict[str, Any], float]:
+        """What was found, and the loss of the part within `limit`, by which it is compared.
+
+        {loss, perplexity, bits_per_byte, tokens, bytes}, and {sources: {name: …}} of several.
+
+        Sources are called by their directory or URL, and #name. `loss` is in nats a target and
+        `tokens` counts targets. Bits per byte are Σ nats / ln 2 / UTF-8 bytes of the documents;
+        they and `bytes` are None when `limit` cuts a split short. `report` gets the number of
+        batches done, after each. `whole` sets the limit aside.
+        """
+        done = 0
+        results = {}
+        common = [0.0, 0.0]
+        for source in self._sources:
+            nats, tokens = 0.0, 0.0
+            sums = self._batch_sums(parameters, source, whole)
+            for number, (batch_nats, batch_tokens) in enumerate(sums):
+                if self._limit is None or number < self._limit:
+                    common = [common[0] + batch_nats, common[1] + batch_tokens]
+                nats, tokens, done = nats + batch_nats, tokens + batch_tokens, done + 1
+                if report is not None:
+                    report(done)
+            split = source.split(self.split)
+            size = split.bytes if int(tokens) == split.tokens - 1 else None
+            results[source.name] = (nats, int(tokens), size)
+        return _together(results), common[0] / common[1]
+
+    def _batch_sums(self, parameters, source: Dataset, whole: bool):
+        """(nats, weight) of each batch, read a few batches late so that the device never waits."""
+        running = deque()
+        for batch in self._batches(source, None if whole else self._limit):
+            running.append(self._sums(parameters, global_arrays(batch, self._placement)))
+            if len(running) > _AHEAD:
+                yield map(float, running.popleft())
+        for sums in running:
+            yield map(float, sums)
+
+    def _batches(self, source: Dataset, limit: int | None):
+        return eval_batches(
+            source,
+            self.split,
+            context=self._config.data.context,
+            batch=self._batch,
+            limit=limit,
+            document_mask=self._config.data.document_mask,
+            rows=self._rows,
+        )
+
+    def _batches_of(self, source: Dataset, limit: int | None) -> int:
+        targets = source.split(self.split).tokens - 1
+        batches = -(-targets // (self._batch * self._config.data.context))
+        return batches if limit is None else min(batches, limit)
+
+    def _usable(self, mixture: Mixture) -> list[Dataset]:
+        """Raises UserError for every dataset without the split, or with less than a window."""
+        problems: list[str] = []
+        for source in mixture.sources:
+            try:
+                if not source.source:
+                    self._batches(source, self._limit)
+            except UserError as error:
+                problems += error.messages
+        if problems:
+            raise UserError(*problems)
+        return [part for part in mixture.parts(self.split) if part.split(self.split).tokens > 1]
+
+
+def _together(results: dict[str, tuple[float, int, int | None]]) -> dict[str, Any]:
+    """What is told of all sources, from each one's nats, tokens and bytes."""
+    described = {name: _described(*result) for name, result in results.items()}
+    if len(described) == 1:
+        return next(iter(described.values()))
+    nats, tokens, sizes = zip(*results.values(), strict=True)
+    size = None if None in sizes else sum(sizes)
+    return _described(sum(nats), sum(tokens), size) | {"sources": described}
+
+
+def _described(nats: float, tokens: int, size: int | None) -> dict[str, Any]:
+    loss = nats / tokens
+    return {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.nan if math.isnan(loss) else math.inf,
+        "bits_per_byte": None if not size else nats / math.log(2) / size,
+        "tokens": tokens,
+        "bytes": size,
+    }

@@ -1,0 +1,126 @@
+"""How the layers descend their energies: the `energies` lines of metrics.jsonl (docs/metrics.md).
+
+A function of its own beside the training step, on a few sequences and in float32, so that a run
+without it pays nothing.
+
+Shapes: B sequences · J positions · D model dim · L layers · T steps.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from cem_jax.config import Config, ModelConfig
+from cem_jax.distributed.session import together
+from cem_jax.energy import extreme_eigenvalues
+from cem_jax.model import pure
+from cem_jax.model.parameters import number
+from cem_jax.model.sublayer import CEMSublayer
+from cem_jax.sharding.mesh import in_mesh, replicated
+
+SUBLAYERS = ("attention", "mlp")
+_SEQUENCES = 4  # at least, where the batch has so many; a multiple of the devices that rows are on
+_ROUNDING = 64  # rises of so many units in an energy's last place are none
+
+
+def make_probe(config: Config, mesh: Mesh) -> Callable[[Any, Mapping[str, Array]], dict] | None:
+    """(parameters, placed batch) -> the values of an `energies` line; all processes call it.
+
+    None where the model has no layer with an energy.
+    """
+    if "cem" not in (config.model.attention.kind, config.model.mlp.kind):
+        return None
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+
+    def probe(parameters, batch):
+        few = {name: _first_of_each(array, shards) for name, array in batch.items()}
+        segments = few["segments"][:, :-1] if "segments" in few else None
+        return measure(config.model, parameters, few["tokens"][:, :-1], segments)
+
+    jitted = in_mesh(mesh, together("the energies", jax.jit(probe, out_shardings=replicated(mesh))))
+
+    def values(parameters, batch):
+        measured = jax.device_get(jitted(parameters, batch))
+        rows = _each(batch["tokens"].shape[0], shards) * shards
+        return {"sequences": rows} | jax.tree.map(lambda array: array.tolist(), measured)
+
+    return values
+
+
+def _each(rows: int, shards: int) -> int:
+    """Sequences of each shard: about `_SEQUENCES` in all."""
+    return min(rows // shards, -(-_SEQUENCES // shards))
+
+
+def _first_of_each(rows: Array, shards: int) -> Array:
+    """The first rows of each shard, so that none moves to another device."""
+    each = _each(rows.shape[0], shards)
+    few = rows.reshape(shards, -1, *rows.shape[1:])[:, :each]
+    return few.reshape(shards * each, *rows.shape[1:])
+
+
+def measure(
+    config: ModelConfig,
+    parameters: pure.Parameters,
+    tokens: Int[Array, "B J"],
+    segments: Int[Array, "B J"] | None = None,
+) -> dict[str, dict[str, Array]]:
+    """{"attention": {field: [L, …]}, "mlp": …}, without the sublayers that have no energy."""
+    # plain XLA takes float32 at any head size and on any platform
+    attention = replace(config.attention, implementation="blockwise", block_sizes=None)
+    model = pure.bind(replace(config, attention=attention), parameters)
+
+    def look(block, x):
+        seen = {}
+        for name in SUBLAYERS:
+            sublayer = getattr(block, name)
+            inputs = {"segments": segments} if name == "attention" else {}
+            if isinstance(sublayer, CEMSublayer):
+                x, seen[name] = _descent(sublayer, x, inputs)
+            else:
+                x = sublayer(x, **inputs)
+        return x, seen
+
+    return model.watch(look, tokens)
+
+
+def _descent(
+    sublayer: CEMSublayer, x: Float[Array, "B J D"], inputs: dict[str, Any]
+) -> tuple[Float[Array, "B J D"], dict[str, Array]]:
+    """The state after the sublayer, and what its steps were like."""
+    h = sublayer.context(x)
+    states = sublayer.states(x, **inputs)
+    updates = jnp.diff(states, axis=0)
+    energy = lambda x: sublayer.energy(x, h, **inputs)
+
+    def at(x):
+        """Energies, and the gradient of each token's own: h is held, so that no other's moves."""
+        energies, pull_back = jax.vjp(energy, x)
+        return energies, pull_back(jnp.ones_like(energies))[0]
+
+    before, slopes = jax.lax.map(at, states[:-1])
+    energies = jnp.concatenate([before, energy(states[-1])[None]])
+    rise = jnp.diff(energies, axis=0)
+    rounding = _ROUNDING * jnp.finfo(energies.dtype).eps * jnp.abs(before)
+    norms = jnp.linalg.norm(updates, axis=-1)
+    turns = (updates[1:] * updates[:-1]).sum(-1) / (norms[1:] * norms[:-1])
+    mean = lambda values: values.mean((1, 2))
+    seen = {
+        "energy": mean(energies),
+        "energy_change": mean(rise),
+        "rise_fraction": mean(rise > rounding),
+        "descent_ratio": mean(rise) / mean((slopes * updates).sum(-1)),
+        "force_norm": mean(norms) / jnp.abs(number(sublayer.eta)),
+        "cosine": mean(turns),
+    }
+    if hasattr(sublayer, "statistics"):
+        seen |= jax.lax.map(lambda x: sublayer.statistics(x, h, **inputs), states[:-1])
+    if sublayer.preconditioner is not None:
+        smallest, largest = extreme_eigenvalues(sublayer.preconditioner.factors())
+        seen |= {"smallest_eigenvalue": smallest.min(), "largest_eigenvalue": largest.max()}
+    return states[-1], seen

@@ -1,0 +1,36 @@
+"""How a report writes its numbers."""
+
+import pytest
+
+from cem_jax.studies.figures import numbers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((63.7761, 0.77588), "63.8 ± 0.8"),
+        ((71.48,), "71.5"),
+        ((9.8765, 0.0123), "9.88 ± 0.01"),
+        ((float("inf"),), "inf"),
+    ],
+)
+def test_perplexities(arguments, text):
+    assert numbers.perplexity(*arguments) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((0.0250, 0.008521), "+0.025 ± 0.009"),
+        ((-0.0026, None), "-0.003"),
+        ((-0.00004, None), "0.000"),
+        ((0.00004, 0.01), "0.000 ± 0.010"),
+    ],
+)
+def test_differences_have_three_decimals_and_zero_no_sign(arguments, text):
+    assert numbers.difference(*arguments) == text
+
+
+def test_flops_have_a_unit():
+    values = (8.2606e12, 1.0367e18, 9.9999e14, 123456)
+    assert [numbers.flops(value) for value in values] == ["8.26T", "1.04E", "1P", "123k"]
