@@ -24,15 +24,15 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from cem_jax.storage.remote import is_url
-from cem_jax.errors import RunFailed, UserError
 from cem_jax.distributed import session
-from cem_jax.runs.low_priority import behind_the_steps
-from cem_jax.runs.integrity import Damage, is_whole, write_checksums
+from cem_jax.errors import RunFailed, UserError
+from cem_jax.runs.integrity import LIST_NAME, Damage, is_whole, write_checksums
 from cem_jax.runs.inventory import INFO_FILE, LEFTOVER, NAME, Inventory
-from cem_jax.runs.tree_names import as_array, describe, differences, named_leaves, nested, placed
+from cem_jax.runs.low_priority import behind_the_steps
 from cem_jax.runs.orbax_errors import one_line, say_once
+from cem_jax.runs.tree_names import as_array, describe, differences, named_leaves, nested, placed
 from cem_jax.storage.paths import entries, finish_removal, place, remove, set_aside
+from cem_jax.storage.remote import is_url
 
 _WITHOUT_RENAME = ocp.path.atomicity.CommitFileTemporaryPath
 
@@ -318,7 +318,7 @@ class Checkpointer:
             self._cleaned = True
         path = self.directory / str(step)
         if is_whole(path):
-            set_aside(path, self.directory / f"{step}.replaced")
+            set_aside(path, self.directory / f"{step}.replaced", last=LIST_NAME)
 
     def _clear_leftovers(self) -> None:
         for path in entries(self.directory):

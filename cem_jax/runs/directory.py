@@ -19,12 +19,12 @@ from pathlib import Path
 from etils import epath
 
 from cem_jax.config import Config, leaves
-from cem_jax.storage.remote import is_url
-from cem_jax.errors import UserError
 from cem_jax.distributed import session
+from cem_jax.errors import UserError
 from cem_jax.runs.integrity import LIST_NAME
 from cem_jax.runs.metrics import FILE_NAME, metrics_so_far
 from cem_jax.storage.paths import clear_scratch, write_whole
+from cem_jax.storage.remote import is_url
 
 EXPORTED = "model.safetensors"  # what an export has, and no run
 # Places, which may differ between the machines of a run.

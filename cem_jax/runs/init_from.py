@@ -7,13 +7,13 @@ from typing import Any
 import jax
 from etils import epath
 
-from cem_jax.storage.remote import is_url
 from cem_jax.errors import UserError
 from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.directory import EXPORTED
 from cem_jax.runs.metrics import metrics_so_far
 from cem_jax.runs.tree_names import describe, named_leaves, nested
 from cem_jax.storage.paths import place
-from cem_jax.runs.directory import EXPORTED
+from cem_jax.storage.remote import is_url
 from cem_jax.train.setup import Setup, fresh_state
 from cem_jax.train.step import TrainState
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from etils import epath
 
-from cem_jax.storage.remote import is_url
 from cem_jax.runs.integrity import Damage, find_damage, is_whole
 from cem_jax.storage.paths import doomed, entries
+from cem_jax.storage.remote import is_url
 
 INFO_FILE = "info/metadata"
 # .replaced: set aside while its step is saved again

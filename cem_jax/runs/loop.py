@@ -11,16 +11,16 @@ from typing import Any
 import jax
 from etils import epath
 
-from cem_jax.errors import RunFailed
 from cem_jax.distributed import session
-from cem_jax.sharding.mesh import in_mesh
-from cem_jax.runs.resume import length, surplus
-from cem_jax.train.probe import make_probe
-from cem_jax.train.flops import mfu, training_flops_per_token
+from cem_jax.errors import RunFailed
 from cem_jax.runs.init_from import ORIGIN
 from cem_jax.runs.progress import Progress
-from cem_jax.train.setup import Setup, jitted_step, place_batch
+from cem_jax.runs.resume import length, surplus
 from cem_jax.runs.signals import Stop
+from cem_jax.sharding.mesh import in_mesh
+from cem_jax.train.flops import mfu, training_flops_per_token
+from cem_jax.train.probe import make_probe
+from cem_jax.train.setup import Setup, jitted_step, place_batch
 from cem_jax.train.step import StepMetrics, TrainState
 
 

@@ -15,8 +15,8 @@ from etils import epath
 
 from cem_jax.config import Config, OptimizerConfig, differences, leaves
 from cem_jax.errors import UserError
-from cem_jax.train.optimizer import learning_rate
 from cem_jax.runs.directory import read_config
+from cem_jax.train.optimizer import learning_rate
 
 # These change neither the model nor the data it sees.
 FREE_SECTIONS = ("log", "checkpoint", "eval", "mesh")

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from etils import epath
 
 from cem_jax.config import Config
+from cem_jax.config.values import coerce
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.model import pure
-from cem_jax.config.values import coerce
 from cem_jax.runs.checkpoint import Checkpointer
-from cem_jax.storage.paths import place
 from cem_jax.runs.directory import read_config
 from cem_jax.runs.jax_settings import configure_jax
+from cem_jax.storage.paths import place
 
 
 def _anywhere(config: Config) -> Config:

@@ -13,10 +13,20 @@ from typing import Any
 from etils import epath
 
 from cem_jax.config import Config, load_config
-from cem_jax.storage.remote import is_url
-from cem_jax.errors import UserError
 from cem_jax.distributed import session
 from cem_jax.distributed.cluster import find_cluster
+from cem_jax.errors import UserError
+from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.directory import (
+    agreed_facts,
+    only_writer,
+    require_nothing_lost,
+    with_absolute_paths,
+    write_run_files,
+)
+from cem_jax.runs.init_from import ORIGIN, initialised_from, require_origin, require_same_start
+from cem_jax.runs.loop import Loop
+from cem_jax.runs.metrics import MetricsWriter, SilentMetrics
 from cem_jax.runs.resume import (
     changes,
     check_same_run,
@@ -25,21 +35,11 @@ from cem_jax.runs.resume import (
     rule,
     windows_consumed,
 )
-from cem_jax.runs.checkpoint import Checkpointer
-from cem_jax.runs.init_from import ORIGIN, initialised_from, require_origin, require_same_start
-from cem_jax.runs.metrics import MetricsWriter, SilentMetrics
-from cem_jax.storage.paths import place
-from cem_jax.runs.directory import (
-    agreed_facts,
-    only_writer,
-    require_nothing_lost,
-    with_absolute_paths,
-    write_run_files,
-)
-from cem_jax.train.setup import Setup, fresh_state, prepare_run
 from cem_jax.runs.signals import Stop, watched
+from cem_jax.storage.paths import place
+from cem_jax.storage.remote import is_url
+from cem_jax.train.setup import Setup, fresh_state, prepare_run
 from cem_jax.train.step import TrainState
-from cem_jax.runs.loop import Loop
 
 
 def run(args) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 An object store has no directories, no appending and no rename: a "directory" is what begins with
 the same name, and renaming one means to copy each object, amid which the process may be killed. So
-what is complete is told by one object written last (`integrity`), and what is to go is marked by
+what is complete is told by one object written last, and what is to go is marked by
 one object before its parts go.
 """
 
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from etils import epath
 
 from cem_jax.errors import RunFailed, UserError
-from cem_jax.runs.integrity import LIST_NAME
 from cem_jax.storage.remote import is_url
 
 # What the user has to put right, rather than what a later try may find gone, as a full disk.
@@ -140,14 +139,17 @@ def finish_removal(leftover: epath.Path) -> None:
         leftover.rmtree()
 
 
-def set_aside(path: epath.Path, aside: epath.Path) -> None:
-    """Give the whole directory `path` another name, at every moment whole under one of them."""
+def set_aside(path: epath.Path, aside: epath.Path, *, last: str) -> None:
+    """Give the directory `path` another name; at every moment it is complete under one of them.
+
+    last: the file whose presence says that a directory is complete.
+    """
     if aside.exists():
         remove(aside)
     if not is_url(path):
         path.rename(aside)
         return
-    names = sorted(_names(path, ""), key=lambda name: (name == LIST_NAME, name))  # the list last
+    names = sorted(_names(path, ""), key=lambda name: (name == last, name))
     for name in names:
         (path / name).copy(aside / name)
     remove(path)

@@ -13,12 +13,11 @@ from tiny import tiny_config, tiny_dataset
 from undisturbed import assert_same_run, final_state
 
 from cem_jax.errors import RunFailed, UserError
-from cem_jax.runs import training
-from cem_jax.runs import loop
+from cem_jax.runs import loop, training
 from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.directory import only_writer, require_nothing_lost, with_absolute_paths
 from cem_jax.runs.metrics import read_metrics
 from cem_jax.runs.run import Run
-from cem_jax.runs.directory import only_writer, require_nothing_lost, with_absolute_paths
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tiny import WORDS, tiny_config, tiny_dataset
 
-from cem_jax.data.dataset.mixture import open_mixture
 from cem_jax.data.corpus.prepare import prepare
-from cem_jax.runs.training import train
+from cem_jax.data.dataset.mixture import open_mixture
 from cem_jax.runs.metrics import read_metrics
+from cem_jax.runs.training import train
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,9 @@ from cem_jax.data.dataset.loader import TrainLoader
 from cem_jax.data.dataset.mixture import single
 from cem_jax.data.dataset.store import open_dataset
 from cem_jax.errors import UserError
-from cem_jax.runs import training
-from cem_jax.runs import loop
-from cem_jax.runs.resume import changes, length, require_steps_left, rule, windows_consumed
+from cem_jax.runs import loop, training
 from cem_jax.runs.metrics import read_metrics
+from cem_jax.runs.resume import changes, length, require_steps_left, rule, windows_consumed
 
 AT_3 = dict(step=3, tokens=3 * 4 * 32)
 SHORT = dict(model__layers=1, checkpoint__every=3, eval__every=100)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny_run import sentences, tiny_config, tiny_parameters, tiny_tokenizer, write_run
 
-from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.data.corpus.tokenizer_training import train_model
+from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.runs.run import Run
 

@@ -14,11 +14,7 @@ import pytest
 from tiny import BASE, FIELDS, tiny_config
 from undisturbed import assert_same_run
 
-from cem_jax.runs import checkpoint
-
-from cem_jax.runs import training
-
-from cem_jax.runs import loop
+from cem_jax.runs import checkpoint, loop, training
 from cem_jax.runs.checkpoint import Checkpointer
 from cem_jax.runs.metrics import read_metrics
 from cem_jax.runs.signals import Stop, watched
