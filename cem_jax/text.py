@@ -1,0 +1,195 @@
+"""Text for people and programs: progress lines, aligned tables, numbers and plain JSON values."""
+
+import dataclasses
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, TextIO
+
+_TERMINAL_SECONDS = 0.5
+
+
+class ProgressLine:
+    """A line that is rewritten on a terminal; elsewhere, a new line now and then.
+
+        if line.is_due():
+            line.show(f"step {step}/{total}", f"loss {loss:.3f}", f"ETA {format_duration(eta)}")
+
+    Args:
+      stream: where it is written.
+      every: seconds between two lines where `stream` is no terminal.
+      at_once: whether a line is due from the start, or only after the first interval.
+      clock: seconds as a float, never running backwards.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        every: float = 5.0,
+        at_once: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._stream, self._clock = stream, clock
+        self._moving = stream.isatty()
+        self._every = _TERMINAL_SECONDS if self._moving else every
+        self._last = -math.inf if at_once else clock()
+        self._width = 0  # of the unfinished line on the terminal
+
+    def is_due(self) -> bool:
+        """Whether the last line is old enough; ask before computing what the next one shows."""
+        return self._clock() - self._last >= self._every
+
+    def show(self, *parts: str) -> None:
+        """Write the parts as one line.
+
+        A terminal's line is cut to its width, since a wrapped line could not be rewritten: parts
+        are dropped from the end, but for the last one, which tells the time left.
+        """
+        self._last = self._clock()
+        if self._moving:
+            line = _fitted(list(parts), _columns(self._stream) - 1)
+            self._stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            self._stream.write("  ".join(parts) + "\n")
+        self._stream.flush()
+
+    def message(self, text: str) -> None:
+        """Write `text` as a line of its own."""
+        self.finish()
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """End the line on the terminal, if there is one."""
+        if self._width:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._width = 0
+
+    def clear(self) -> None:
+        """Remove the line from the terminal, if there is one."""
+        if self._width:
+            self._stream.write("\r" + " " * self._width + "\r")
+            self._stream.flush()
+            self._width = 0
+
+
+class Remaining:
+    """The time left for work of known size, at the mean speed since the first call of `seconds`.
+
+    So the time before that call, which often holds compilation, does not count.
+
+    Args:
+      total: the amount of work, in any unit.
+      clock: seconds as a float, never running backwards.
+    """
+
+    def __init__(self, total: float, *, clock: Callable[[], float] = time.monotonic):
+        self._total, self._clock = total, clock
+        self._first: tuple[float, float] | None = None  # (time, work done by then)
+
+    def seconds(self, done: float) -> float | None:
+        """Expected seconds until all is done; None until two different amounts were seen."""
+        now = self._clock()
+        start, before = self._first = self._first or (now, done)
+        if done <= before:
+            return None
+        return (now - start) * (self._total - done) / (done - before)
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> str:
+    """Return `rows` as a table whose columns are as wide as their longest cell.
+
+    Args:
+      rows: cells, as many in each row as `sides` has characters; usually the header first.
+      sides: "<" for each column that is aligned to the left, ">" to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def format_count(number: float) -> str:
+    """Three digits and a unit: 87, 942, 12.3k, 1.25M, 8.26T."""
+    for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size * 0.9995:
+            scaled = number / size
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}{unit}"
+    return f"{number:.0f}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """12:34 (minutes and seconds), 1:02:03 or 2d 03:04:05; "?" for a time that is not known."""
+    if seconds is None:
+        return "?"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02d}:{minute:02d}:{second:02d}"
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+def format_rate(rate: float) -> str:
+    """A learning rate in two digits: 1.9e-3."""
+    mantissa, exponent = f"{rate:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
+def format_mb(size: float) -> str:
+    """Bytes of a file, in MB (10⁶): 1,234.5."""
+    return f"{size / 1e6:,.1f}"
+
+
+def format_mib(size: float | None) -> str:
+    """Bytes of memory, in MiB (2²⁰): 1,234.5; empty when not known."""
+    return "" if size is None else f"{size / 2**20:,.1f}"
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as JSON can hold it: records as dicts, NaN and infinities as None.
+
+    Raises TypeError for what is neither text nor a number, array, path, record or collection.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if hasattr(value, "tolist"):  # NumPy and JAX scalars and arrays
+        return plain(value.tolist())
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    raise TypeError(f"neither text nor a number: {type(value).__name__}")
+
+
+def _fitted(parts: list[str], width: int) -> str:
+    while len(line := "  ".join(parts)) > width and len(parts) > 2:
+        del parts[-2]
+    return line if len(line) <= width else line[: width - 1] + "…"
+
+
+def _columns(terminal: TextIO) -> int:
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or 80
+    except (OSError, ValueError):  # no real terminal
+        return shutil.get_terminal_size().columns
