@@ -64,7 +64,7 @@ MESHES = (
 def dataset(folder: Path) -> Path:
     """Generated text, prepared: so little that a run passes over it several times."""
     from cem_jax.data.corpus.prepare import prepare
-    from cem_jax.data.dataset import tokenizer
+    from cem_jax.data.corpus.tokenizer_training import train_tokenizer
 
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdeimnorstu", k=rng.randint(2, 6))) for _ in range(60)]
@@ -74,7 +74,7 @@ def dataset(folder: Path) -> Path:
         texts = [" ".join(rng.choices(words, k=rng.randint(5, 60))) + "\n" for _ in range(count)]
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     corpus, model = str(folder / "corpus"), folder / "t.model"
-    tokenizer.train_tokenizer([corpus], model, 320, out=sys.stderr)
+    train_tokenizer([corpus], model, 320, out=sys.stderr)
     prepare([corpus], model, folder / "data")
     return folder / "data"
 

@@ -32,7 +32,7 @@ _RUNS = {
     "inspect": "cem_jax.commands.inspect",
     "compile": "cem_jax.commands.compile",
     "verify": "cem_jax.verify",
-    "tokenizer": "cem_jax.data.dataset.tokenizer",
+    "tokenizer": "cem_jax.data.corpus.tokenizer_training",
     "prepare": "cem_jax.data.corpus.prepare",
     "sweep": "cem_jax.studies.figures.sweep",
     "report": "cem_jax.studies.figures.report",

@@ -3,12 +3,11 @@
 import random
 import sys
 import tempfile
-from argparse import Namespace
 from pathlib import Path
 
 from cem_jax.config import Config, load_config
-from cem_jax.data.corpus import prepare
-from cem_jax.data.dataset import tokenizer
+from cem_jax.data.corpus.prepare import prepare
+from cem_jax.data.corpus.tokenizer_training import train_tokenizer
 
 BASE = str(Path(__file__).parents[1] / "configs" / "base.py")
 WORDS = ["gradient", "energy", "step", "layer", "token", "query", "key", "head", "norm", "loss"]
@@ -44,20 +43,7 @@ def tiny_dataset(folder: Path, *, documents: int = 120, seed: int = 0) -> Path:
         for index in range(count):
             lines = [" ".join(rng.choices(WORDS, k=9)) for _ in range(rng.randint(3, 12))]
             (folder / "corpus" / split / f"{index:04}.txt").write_text("\n".join(lines) + "\n")
-    common = dict(input=[str(folder / "corpus")], text_column="text", json=True)
-    model = folder / "tokenizer.model"
-    tokenizer.train_tokenizer(common["input"], model, 320, out=sys.stderr)
-    prepare.run(
-        Namespace(
-            tokenizer=str(model),
-            output=str(folder / "dataset"),
-            source_field=None,
-            separator="bos",
-            workers=1,
-            skip_bad_files=False,
-            validation_fraction=None,
-            check=None,
-            **common,
-        )
-    )
+    corpus, model = str(folder / "corpus"), folder / "tokenizer.model"
+    train_tokenizer([corpus], model, 320, out=sys.stderr)
+    prepare([corpus], model, folder / "dataset")
     return folder / "dataset"

@@ -19,7 +19,7 @@ import cem_jax
 from cem_jax.commands.generate import generate_text
 from cem_jax.config import load_config
 from cem_jax.data.corpus import prepare
-from cem_jax.data.dataset import tokenizer
+from cem_jax.data.corpus.tokenizer_training import train_tokenizer
 from cem_jax.errors import UserError
 from cem_jax.model import pure
 from cem_jax.runs.curve import draw_loss_curve
@@ -135,7 +135,7 @@ def _stage(result: Path, name: str, make: Callable[[], object], out) -> None:
 
 def _train_tokenizer(corpus: Path, model: Path, vocab_size: int, json: bool) -> None:
     out = sys.stderr if json else sys.stdout
-    tokenizer.train_tokenizer([str(corpus)], model, vocab_size, out=out)
+    train_tokenizer([str(corpus)], model, vocab_size, out=out)
 
 
 def _prepare(corpus: Path, model: Path, dataset: Path, json: bool) -> None:

@@ -17,7 +17,8 @@ from jaxtyping import Integer
 
 from cem_jax.data.corpus.json_text import BadRecord
 from cem_jax.data.corpus.readers import UNKNOWN_SOURCE, Fields, Record, read_document
-from cem_jax.data.dataset.shards import Stream, token_dtype
+from cem_jax.data.corpus.shards import Stream
+from cem_jax.data.dataset.store import token_dtype
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import RunFailed
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from cem_jax.data.corpus.compression import PACKINGS
-from cem_jax.data.corpus.workspace import DESCRIPTION, LOCK, MODEL, PARTIAL
+from cem_jax.data.corpus.workspace import LOCK, PARTIAL
+from cem_jax.data.dataset.store import DESCRIPTION, MODEL
 from cem_jax.errors import UserError
 from cem_jax.storage.remote import AnyPath, RemotePath, is_url, open_url, reading
 

@@ -15,13 +15,14 @@ from cem_jax.data.corpus.files import FoundFiles, find_files
 from cem_jax.data.corpus.progress import PrepareProgress
 from cem_jax.data.corpus.readers import Fields, Record, check_start, read_records
 from cem_jax.data.corpus.rerun import INPUT_FILES, require_made_by, was_made
+from cem_jax.data.corpus.shards import SHARD_TOKENS, Stream, StreamWriters
 from cem_jax.data.corpus.tally import Accounts, Counts
-from cem_jax.data.corpus.workspace import Workplace, require_free, workplace, write_durably
+from cem_jax.data.corpus.workspace import Workplace, require_free, workplace
 from cem_jax.data.dataset.checks import check_dataset
-from cem_jax.data.dataset.shards import SHARD_TOKENS, Stream, StreamWriters, token_dtype
-from cem_jax.data.dataset.store import DESCRIPTION, FORMAT, MODEL, description_bytes
+from cem_jax.data.dataset.store import DESCRIPTION, FORMAT, MODEL, description_bytes, token_dtype
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
+from cem_jax.storage.durable import write_durably
 
 VALIDATION_FRACTION = 0.01
 _BATCH_BYTES = 1 << 20

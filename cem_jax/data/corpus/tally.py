@@ -9,7 +9,7 @@ from typing import Any
 from cem_jax.data.corpus.encoding import Encoded
 from cem_jax.data.corpus.files import SourceFile
 from cem_jax.data.corpus.readers import HARMLESS, Fields
-from cem_jax.data.dataset.shards import Stream
+from cem_jax.data.corpus.shards import Stream
 from cem_jax.errors import UserError
 from cem_jax.storage.remote import AnyPath
 

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cem_jax.data.dataset.store import DESCRIPTION, MODEL
 from cem_jax.errors import UserError
+from cem_jax.storage.durable import sync_directory, write_durably
 
-DESCRIPTION = "dataset.json"
-MODEL = "tokenizer.model"
 PARTIAL = ".partial"  # the end of its name
 LOCK = ".lock"
 _JOURNAL = "journal.json"
@@ -58,7 +58,7 @@ class Workplace:
     def finish(self, output: Path) -> None:
         """Give the directory its final name."""
         self.path.rename(output)
-        _sync_directory(output.parent)
+        sync_directory(output.parent)
         for name in (_JOURNAL, LOCK):  # till then the lock keeps others away
             (output / name).unlink(missing_ok=True)
 
@@ -153,22 +153,3 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in now
         if then.get(name) != now[name]
     ]
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """A whole file or none of it, even if the machine stops."""
-    scratch = path.with_name(path.name + ".tmp")
-    with scratch.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from cem_jax.data.dataset.shards import sha256_of
 from cem_jax.data.dataset.store import (
     Dataset,
     TokenStream,
@@ -14,6 +13,7 @@ from cem_jax.data.dataset.store import (
     read_description,
 )
 from cem_jax.errors import UserError
+from cem_jax.storage.durable import sha256_of
 
 _SCAN_LIMIT = 1 << 28  # tokens of a split read at start-up in search of ids that do not fit
 _SCAN_BLOCK = 1 << 22

@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from cem_jax.data.corpus.workspace import write_durably
 from cem_jax.data.dataset.store import DESCRIPTION, MODEL, inside
 from cem_jax.errors import UserError
+from cem_jax.storage.durable import write_durably
 from cem_jax.storage.remote import RemotePath, open_url, reading
 
 _COPY_BYTES = 8 << 20

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
-from cem_jax.data.corpus.workspace import DESCRIPTION, MODEL
-from cem_jax.data.dataset.shards import token_dtype
 from cem_jax.data.dataset.tokenizer import SEPARATORS, Tokenizer
 from cem_jax.errors import UserError
 
 FORMAT = 1
+DESCRIPTION = "dataset.json"
+MODEL = "tokenizer.model"
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,11 @@ class TokenStream:
         """`file, token n` of a token's place in the stream, for messages."""
         shard = self._shard_of(index)
         return f"{self.files[shard]}, token {index - self._starts[shard]}"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Little-endian uint16 while every id fits, uint32 beyond 65,536 pieces."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def num_windows(tokens: int, context: int) -> int:

@@ -1,21 +1,15 @@
-"""SentencePiece tokenizers: loading, exact encoding and decoding, and `cem tokenizer`."""
+"""SentencePiece tokenizers: loading, exact encoding and decoding."""
 
-import argparse
-import contextlib
 import functools
 import hashlib
 import os
 import re
-import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Self
 
 import sentencepiece
 
-from cem_jax.data.corpus.files import find_files
-from cem_jax.data.corpus.tokenizer_training import SAMPLE_BYTES, sample_documents, train_model
 from cem_jax.errors import UserError
 
 SEPARATORS = ("bos", "eos", "both")
@@ -182,75 +176,5 @@ class Tokenizer:
         return ids
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """`cem tokenizer`; the JSON object of the command."""
-    return train_tokenizer(
-        args.input,
-        args.output,
-        args.vocab_size,
-        column=args.text_column,
-        model_type=args.model_type,
-        sample_bytes=args.sample_mb * 1_000_000,
-        out=sys.stderr if args.json else sys.stdout,
-    )
-
-
-def train_tokenizer(
-    inputs: Sequence[str],
-    output: str | os.PathLike[str],
-    vocab_size: int,
-    *,
-    column: str = "text",
-    model_type: str = "bpe",
-    sample_bytes: int = SAMPLE_BYTES,
-    out: TextIO = sys.stdout,
-) -> dict[str, Any]:
-    """Train a tokenizer on a sample of a corpus (validation and test folders left out).
-
-    Writes `output` and says on `out` what it learnt. Raises UserError for inputs that cannot be
-    read and for a vocabulary that does not fit them.
-    """
-    started = time.monotonic()
-    output = Path(output)
-    if output.is_dir():
-        raise UserError(f"--output {output} is a directory: name a .model file")
-    files = find_files(inputs).files
-    training = [file for file in files if file.split in (None, "train")] or files
-    documents = sample_documents(training, column=column, sample_bytes=sample_bytes)
-    tokenizer = Tokenizer(train_model(documents, vocab_size, model_type))
-    _write_atomically(output, tokenizer.model_bytes)
-    size = sum(len(text.encode()) for text in documents)
-    measured = documents[:: max(1, len(documents) // 200)]
-    tokens = sum(map(len, tokenizer.encode_batch(measured)))
-    result = {
-        "vocab_size": tokenizer.vocab_size,
-        "hash": tokenizer.hash,
-        "output": str(output),
-        "documents": len(documents),
-        "bytes": size,
-        "bytes_per_token": sum(len(text.encode()) for text in measured) / max(1, tokens),
-        "seconds": round(time.monotonic() - started, 2),
-    }
-    print(
-        f"{output}: {tokenizer.vocab_size:,} pieces learnt from {len(documents):,} documents, "
-        f"{size / 1e6:.1f} MB; {result['bytes_per_token']:.2f} bytes a token on its own training "
-        f"text; {result['seconds']:.0f} s",
-        file=out,
-    )
-    return result
-
-
 def _existing(piece_id: int) -> int | None:
     return piece_id if piece_id >= 0 else None
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise UserError(f"--output {path} cannot be written: {error.strerror}") from None

@@ -9,19 +9,10 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
+from cem_jax.storage.durable import sha256_of
+
 SHARD_TOKENS = 1 << 27
 _HEADER_BYTES = 128
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """Little-endian uint16 while every id fits, uint32 beyond 65,536 pieces."""
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
-def sha256_of(path: Path) -> str:
-    """`sha256:` and the hex digest of a whole file, as `sha256sum` prints it."""
-    with path.open("rb") as file:
-        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Stream(NamedTuple):

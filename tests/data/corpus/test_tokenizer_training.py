@@ -1,0 +1,82 @@
+import errno
+import sys
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from cem_jax.data.corpus import tokenizer_training
+from cem_jax.data.corpus.files import find_files
+from cem_jax.data.corpus.tokenizer_training import (
+    sample_documents,
+    train_model,
+    train_tokenizer,
+)
+from cem_jax.data.dataset.tokenizer import Tokenizer
+from cem_jax.errors import UserError
+
+
+def test_newlines_and_indentation_are_learnt(tokenizer, texts):
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model_bytes)
+    pieces = [processor.id_to_piece(i) for i in range(tokenizer.vocab_size)]
+    assert any("\n" in piece and len(piece) > 1 for piece in pieces)
+    assert "▁▁▁▁" in pieces
+    assert len(texts[0].encode()) / len(tokenizer.encode(texts[0])) > 1.9
+
+
+def test_training_is_deterministic(tokenizer, texts):
+    assert train_model(texts, 512) == tokenizer.model_bytes
+
+
+def test_unigram_trains_and_survives(texts):
+    unigram = Tokenizer(train_model(texts, 400, "unigram"))
+    assert all(unigram.decode(unigram.encode(text)) == text for text in texts[:10])
+
+
+@pytest.mark.parametrize(("size", "message"), [(100, "too small"), (90_000, "too large")])
+def test_vocabularies_that_do_not_fit(texts, size, message):
+    with pytest.raises(UserError, match=f"--vocab-size {size} is {message}.*[0-9]+"):
+        train_model(texts, size)
+
+
+def test_samples_take_from_every_file_within_the_limit(tmp_path, texts):
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text(str(i) * (10_000 if i == 0 else 1_000_000))
+    files = find_files([str(tmp_path)]).files
+    sample = sample_documents(files, column="text", sample_bytes=910_000)
+    assert [(text[0], len(text)) for text in sample] == [
+        ("0", 10_000), *((digit, 300_000) for digit in "123"),
+    ]  # fmt: skip
+    whole = sample_documents(files, column="text", sample_bytes=1 << 22)
+    assert sum(map(len, whole)) == 3_010_000
+
+
+def test_it_trains_on_the_training_part_alone(tmp_path, texts, capsys):
+    for split, content in (("train", "\n".join(texts)), ("validation", "Ω" * 5000)):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "a.txt").write_text(content)
+    output = tmp_path / "out" / "t.model"
+    result = train_tokenizer([str(tmp_path)], output, 400, out=sys.stderr)
+    assert result["vocab_size"] == 400
+    assert result["hash"] == Tokenizer.load(output).hash
+    assert len(Tokenizer.load(output).encode("Ω")) == 2  # two byte pieces: never seen
+    assert capsys.readouterr().out == ""
+    assert [path.name for path in output.parent.iterdir()] == ["t.model"]
+
+
+def test_it_reports_bad_input(tmp_path):
+    (tmp_path / "cut.jsonl.gz").write_bytes(b"\x1f\x8b\x08")
+    with pytest.raises(UserError, match=r"cut\.jsonl\.gz: is"):
+        train_tokenizer([str(tmp_path)], tmp_path / "t.model", 400)
+    assert not (tmp_path / "t.model").exists()
+
+
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path, monkeypatch):
+    def fill_up(path, content):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill_up)
+    with pytest.raises(UserError, match="No space left"):
+        tokenizer_training._write_atomically(tmp_path / "t.model", b"model")
+    assert not list(tmp_path.iterdir())
