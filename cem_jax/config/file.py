@@ -14,7 +14,7 @@ import ml_collections
 
 from cem_jax.errors import UserError
 
-_CHECKOUT = Path(__file__).resolve().parent.parent
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 # What a file with each of these functions is, and which commands take it.
 _KINDS = {

@@ -19,7 +19,7 @@ from cem_jax.config.file import call_in_file, split_argument
 from cem_jax.errors import UserError
 from cem_jax.runs.resume import is_free
 
-BASE = Path(__file__).resolve().parents[2] / "configs" / "base.py"
+BASE = Path(__file__).resolve().parents[3] / "configs" / "base.py"
 LEARNING_RATE = "optimizer.learning_rate"
 SEEDS = ("seed", "data.shuffle_seed")
 
