@@ -8,13 +8,11 @@ import argparse
 import contextlib
 import importlib
 import json
-import math
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from cem_jax import arguments
@@ -22,6 +20,7 @@ from cem_jax.arguments.common import local_path
 from cem_jax.config.values import split_flags
 from cem_jax.console import lasting
 from cem_jax.errors import RunFailed, UserError
+from cem_jax.text import plain
 
 _RUNS = {
     "train": "cem_jax.runs.training",
@@ -118,7 +117,7 @@ def _dispatch(args: argparse.Namespace) -> int:
         with _stdout_to_stderr():
             result = _run(args)
         if result is not None:
-            print(json.dumps(_plain(result), allow_nan=False))
+            print(json.dumps(plain(result), allow_nan=False))
     sys.stdout.flush()
     verdicts = () if result is None else (result.get("passed"), result.get("fits"))
     return 1 if any(verdict is False for verdict in verdicts) else 0
@@ -161,21 +160,6 @@ def _stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it; numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "tolist"):  # NumPy and JAX scalars and arrays
-        return _plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 class _Parser(argparse.ArgumentParser):

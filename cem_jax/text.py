@@ -79,8 +79,8 @@ class ProgressLine:
             self._width = 0
 
 
-class Remaining:
-    """The time left for work of known size, at the mean speed since the first call of `seconds`.
+class Pace:
+    """The speed and the time left of work of known size, by its mean since the first call.
 
     So the time before that call, which often holds compilation, does not count.
 
@@ -93,13 +93,16 @@ class Remaining:
         self._total, self._clock = total, clock
         self._first: tuple[float, float] | None = None  # (time, work done by then)
 
-    def seconds(self, done: float) -> float | None:
-        """Expected seconds until all is done; None until two different amounts were seen."""
+    def per_second(self, done: float) -> float | None:
+        """Work per second, now that `done` is done; None until two different amounts were seen."""
         now = self._clock()
         start, before = self._first = self._first or (now, done)
-        if done <= before:
-            return None
-        return (now - start) * (self._total - done) / (done - before)
+        return (done - before) / (now - start) if done > before and now > start else None
+
+    def seconds_left(self, done: float) -> float | None:
+        """Expected seconds until all is done; None like `per_second`."""
+        speed = self.per_second(done)
+        return (self._total - done) / speed if speed else None
 
 
 def aligned(rows: Sequence[Sequence[str]], sides: str) -> str:
@@ -179,7 +182,7 @@ def plain(value: Any) -> Any:
         return {
             field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
-    raise TypeError(f"neither text nor a number: {type(value).__name__}")
+    raise TypeError(f"a JSON value must be numbers or text, not {type(value).__name__}")
 
 
 def _fitted(parts: list[str], width: int) -> str:

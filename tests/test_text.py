@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cem_jax.text import (
+    Pace,
     ProgressLine,
-    Remaining,
     aligned,
     format_count,
     format_duration,
@@ -97,13 +97,14 @@ def test_lines_are_cut_to_the_terminal(columns, shown, monkeypatch):
     assert stream.getvalue() == f"\r{shown}" and len(shown) < columns
 
 
-def test_remaining_time_leaves_out_what_came_before_the_first_call(clock):
-    remaining = Remaining(100, clock=clock)
+def test_the_pace_leaves_out_what_came_before_the_first_call(clock):
+    pace = Pace(100, clock=clock)
     clock.now += 60.0
-    assert remaining.seconds(10) is None and remaining.seconds(10) is None
+    assert pace.per_second(10) is None and pace.seconds_left(10) is None
     clock.now += 30.0
-    assert remaining.seconds(40) == pytest.approx(60.0)
-    assert remaining.seconds(100) == 0.0
+    assert pace.per_second(40) == pytest.approx(1.0)
+    assert pace.seconds_left(40) == pytest.approx(60.0)
+    assert pace.seconds_left(100) == 0.0
 
 
 def test_columns_are_aligned():
@@ -186,5 +187,5 @@ def test_plain_values(value, expected):
 
 
 def test_other_values_are_refused():
-    with pytest.raises(TypeError, match="neither text nor a number: object"):
+    with pytest.raises(TypeError, match="numbers or text, not object"):
         plain({"x": object()})

@@ -1,7 +1,8 @@
 """The tables of `cem compile`."""
 
-from collections.abc import Sequence
 from typing import Any
+
+from cem_jax.text import aligned, format_mb, format_mib
 
 _PARTS = {
     "parameters": "parameters",
@@ -37,7 +38,7 @@ def rendered_choice(found: dict[str, Any], best: int) -> str:
                 mesh or "1",
                 row["remat"],
                 str(row["microbatch"]),
-                _mib(row["total"]),
+                format_mib(row["total"]),
                 "yes" if row["fits"] else "no",
                 _seconds(row["step_seconds"]),
                 _percent(row["mfu"]),
@@ -50,13 +51,13 @@ def rendered_choice(found: dict[str, Any], best: int) -> str:
         words = "recommended: " + " ".join(f"--config.{name}={v}" for name, v in flags.items())
     else:
         words = "recommended: as it is"
-    return f"{_aligned(rows, '<<<>>>>>')}\n{words}"
+    return f"{aligned(rows, '<<<>>>>>')}\n{words}"
 
 
 def _memory(found: dict[str, Any]) -> str:
     memory = found["memory"]
     rows = [("memory of a device", "MiB")]
-    rows += [(words, _mib(memory[part])) for part, words in _PARTS.items()]
+    rows += [(words, format_mib(memory[part])) for part, words in _PARTS.items()]
     if memory["capacity"]:
         share = memory["total"] / memory["capacity"]
         verdict = f"{'fits' if found['fits'] else 'DOES NOT FIT'}: {share:.0%} of the capacity"
@@ -64,7 +65,7 @@ def _memory(found: dict[str, Any]) -> str:
         verdict = "the capacity of this device is not known; its compiler did not object"
     if memory["temporaries"] is None:
         verdict += "; the compiler gave up, so there is no program to look into"
-    return f"{_aligned(rows, '<>')}\n{verdict}"
+    return f"{aligned(rows, '<>')}\n{verdict}"
 
 
 def _work(found: dict[str, Any]) -> str:
@@ -78,7 +79,7 @@ def _work(found: dict[str, Any]) -> str:
     ]
     if found["bytes"] is not None:
         rows.append(("bytes moved in a device's memory", f"{found['bytes']:.4g}"))
-    text = _aligned(rows, "<>")
+    text = aligned(rows, "<>")
     if "flops" in xla:
         text += (
             f"\nXLA's own count is {xla['flops']:.4g} FLOPs and {xla.get('bytes', 0):.4g} bytes a "
@@ -101,8 +102,8 @@ def _collectives(found: dict[str, Any]) -> str:
                     kind,
                     axes,
                     f"{row['count']:,}",
-                    f"{row['bytes'] / 1e6:,.1f}",
-                    f"{row['sent'] / 1e6:,.1f}",
+                    format_mb(row["bytes"]),
+                    format_mb(row["sent"]),
                     f"{share:.0%}",
                 )
             )
@@ -110,7 +111,7 @@ def _collectives(found: dict[str, Any]) -> str:
     note = "of one device, each loop as often as it runs"
     if found["loops_not_read"]:
         note += f", but for {found['loops_not_read']} whose counts could not be read"
-    return f"{_aligned(rows, '<<>>>>')}\n{note}"
+    return f"{aligned(rows, '<<>>>>')}\n{note}"
 
 
 def _time(found: dict[str, Any]) -> str:
@@ -129,11 +130,7 @@ def _time(found: dict[str, Any]) -> str:
         ("MFU", _percent(found["mfu"])),
     ]
     notes = "\n".join(f"assumed: {note}" for note in found["assumptions"])
-    return f"{_aligned(rows, '<>')}\n{notes}"
-
-
-def _mib(size: float | None) -> str:
-    return "" if size is None else f"{size / 2**20:,.1f}"
+    return f"{aligned(rows, '<>')}\n{notes}"
 
 
 def _seconds(value: float | None) -> str:
@@ -142,14 +139,3 @@ def _seconds(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
-
-
-def _aligned(rows: Sequence[Sequence[str]], sides: str) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)

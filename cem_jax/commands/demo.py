@@ -26,6 +26,7 @@ from cem_jax.runs.curve import draw_loss_curve
 from cem_jax.runs.metrics import read_metrics
 from cem_jax.runs.run import Run
 from cem_jax.runs.training import train
+from cem_jax.text import aligned
 
 CONFIG = "configs/quickstart.py"
 HELD_OUT = 16  # one file in so many is never trained on
@@ -178,6 +179,5 @@ def _print_table(numbers: dict, workdir: Path, sample: str, out) -> None:
         ("written", f"{workdir}/loss.png, {workdir}/sample.txt, {workdir}/metrics.jsonl"),
     ]
     print(file=out)
-    for name, value in rows:
-        print(f"{name:<16}{value}", file=out)
+    print(aligned(rows, "<<"), file=out)
     print(f"\n--- a sample, from {PROMPT!r} ---\n{sample}", file=out)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 import jax
@@ -10,8 +11,8 @@ import jax
 from cem_jax.config import Config
 from cem_jax.data.dataset.mixture import Mixture
 from cem_jax.errors import UserError
-from cem_jax.runs.progress import format_count, format_duration
 from cem_jax.runs.run import Run
+from cem_jax.text import Pace, ProgressLine, format_count, format_duration
 from cem_jax.train.evaluator import Evaluator
 from cem_jax.train.setup import open_data
 
@@ -30,18 +31,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for dataset in mixture.sources:
         dataset.require_tokenizer(tokenizer.hash, f"the run in {run.workdir}")
     split = args.split or config.eval.split
+    batch = args.batch or default_batch(config, mixture, split)
     evaluator = Evaluator(
         config,
         mixture,
         split,
-        batch=args.batch or default_batch(config, mixture, split),
+        batch=batch,
         attention_steps=args.attention_steps,
         mlp_steps=args.mlp_steps,
     )
     parameters, step = run.parameters(args.step)
-    progress = _Progress(evaluator.batches(), sys.stderr)
-    result = evaluator(parameters, progress.report)
-    result |= {"step": step, "split": split, "seconds": progress.seconds}
+    began = time.monotonic()
+    result = evaluator(parameters, _reporter(evaluator.batches(), batch * config.data.context))
+    result |= {"step": step, "split": split, "seconds": time.monotonic() - began}
     _print(result, sys.stderr if args.json else sys.stdout)
     return result
 
@@ -64,34 +66,22 @@ def _open(run: Run) -> Mixture:
         raise UserError(*error.messages, hint) from None
 
 
-class _Progress:
-    """Batches done and the time left, on a line that moves or every few seconds on a new one."""
+def _reporter(total: int, tokens: int) -> Callable[[int], None]:
+    """What the evaluator tells how many of its batches, of so many tokens, are done."""
+    line, pace = ProgressLine(sys.stderr), Pace(total)
 
-    def __init__(self, total: int, stream: TextIO):
-        self._total, self._stream = total, stream
-        self._moving = stream.isatty()
-        self._every = 0.5 if self._moving else 5.0
-        self._start = self._last = time.monotonic()
-        self._first: float | None = None  # when the first batch, which compiles, was done
+    def report(done: int) -> None:
+        speed = pace.per_second(done)  # since the first batch, which compiles
+        if line.is_due():
+            parts = [f"batch {done}/{total}"]
+            if speed is not None:
+                parts.append(f"{format_count(speed * tokens)} tok/s")
+                parts.append(f"ETA {format_duration(pace.seconds_left(done))}")
+            line.show(*parts)
+        if done == total:
+            line.clear()
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._start
-
-    def report(self, done: int) -> None:
-        now = time.monotonic()
-        if self._first is None:
-            self._first = now
-        last = done == self._total
-        if now - self._last < self._every and not (last and self._moving):
-            return
-        self._last = now
-        line = f"batch {done}/{self._total}"
-        if done > 1:
-            left = (now - self._first) / (done - 1) * (self._total - done)
-            line += f"  ETA {format_duration(left)}"
-        self._stream.write(f"\r{line:<40}" + "\n" * last if self._moving else line + "\n")
-        self._stream.flush()
+    return report
 
 
 def _print(result: dict[str, Any], out: TextIO) -> None:

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 from cem_jax.config import Config, ModelConfig, load_config
 from cem_jax.model import pure
 from cem_jax.sharding.mesh import MESH_AXES, resolve_sizes, spec_for
+from cem_jax.text import aligned, format_mib
 from cem_jax.train.flops import Flops, folding_flops, forward_flops, training_flops_per_token
 from cem_jax.train.loss import sum_of_losses
 from cem_jax.train.setup import check_divides, mesh_sizes
@@ -241,7 +242,7 @@ def _parameter_table(summary: dict[str, Any]) -> str:
     note = f"""
 mesh: {mesh or "one device"}; all {dtypes}; the optimizer's two moments lie as the parameters do.
 The batch is split over data+fsdp, activations also over context, heads and M over tensor."""
-    return _aligned([*rows, total], "<<>><>") + note
+    return aligned([*rows, total], "<<>><>") + note
 
 
 def _twin_table(summary: dict[str, Any]) -> str:
@@ -258,7 +259,7 @@ def _twin_table(summary: dict[str, Any]) -> str:
         ours, twins = _looked_up(summary, key), _looked_up(summary["llama_twin"], key)
         ratio = f"{ours / twins:.3f}" if twins else ""
         rows.append((words, f"{ours:,.0f}", f"{twins:,.0f}", ratio))
-    return _aligned(rows, "<>>>")
+    return aligned(rows, "<>>>")
 
 
 def _memory_table(summary: dict[str, Any]) -> str:
@@ -266,8 +267,8 @@ def _memory_table(summary: dict[str, Any]) -> str:
     summed = memory["gradients"] > memory["parameters"]
     names = {"gradients": "gradients: a microbatch's and the sum"} if summed else {}
     rows = [("memory in training", "MiB")]
-    rows += [(names.get(part, part), f"{size / 2**20:,.1f}") for part, size in memory.items()]
-    return _aligned(rows, "<>") + (
+    rows += [(names.get(part, part), format_mib(size)) for part, size in memory.items()]
+    return aligned(rows, "<>") + (
         "\nof all devices together; activations: what JAX keeps of a microbatch for the backward"
         "\npass, an estimate: XLA may keep less, and needs working memory besides"
     )
@@ -277,14 +278,3 @@ def _looked_up(values: dict[str, Any], dotted: str) -> Any:
     for name in dotted.split("."):
         values = values[name]
     return values
-
-
-def _aligned(rows: Sequence[Sequence[str]], sides: str) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)

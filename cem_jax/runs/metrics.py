@@ -8,10 +8,8 @@ NaN and infinities become null: a line is valid JSON for every reader.
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from numbers import Integral, Real
 from typing import Any
 
 from etils import epath
@@ -20,6 +18,7 @@ from cem_jax.errors import UserError
 from cem_jax.runs.tensorboard import Board
 from cem_jax.storage.append import growing
 from cem_jax.storage.paths import place, write_whole, writing
+from cem_jax.text import plain
 
 FILE_NAME = "metrics.jsonl"
 KINDS = ("train", "eval", "energies", "event")
@@ -76,7 +75,7 @@ class MetricsWriter:
         """
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
-        line = {"step": int(step), "kind": kind} | {k: _plain(v) for k, v in values.items()}
+        line = {"step": int(step), "kind": kind} | {k: plain(v) for k, v in values.items()}
         self._file.write(_encoded([line]))
         self._show(line)
 
@@ -168,20 +167,3 @@ def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
         elif isinstance(value, Mapping):
             yield from ((f"{name}/{inner}", number) for inner, number in _scalars(value))
-
-
-def _plain(value: Any) -> Any:
-    """`value` as what JSON can hold; NaN and infinities as None."""
-    if hasattr(value, "item"):  # a 0-d array or NumPy scalar
-        value = value.item()
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    raise TypeError(f"a metric must be numbers or text, not {type(value).__name__}")

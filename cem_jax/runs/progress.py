@@ -10,12 +10,13 @@ Validation, checkpoints and other pauses run under `progress.rate.paused()`: the
 measured step, and the ETA counts them by their share so far.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
+
+from cem_jax.text import ProgressLine, format_count, format_duration, format_rate
 
 _WINDOW = 100  # steps that count as recent
 
@@ -95,14 +96,14 @@ class Throughput:
         return seconds + (self._all_pauses + self._pause) / self._measured
 
 
-class Progress:
-    """Writes where a run stands: a line every few seconds, or one that moves on a terminal.
+class Progress(ProgressLine):
+    """The line of a run: its step, loss, learning rate, speed and the time left.
 
     Args:
       total_steps: the step the run ends at.
       tokens_per_step: tokens of one update.
       stream: where the lines go.
-      every_seconds: the least time between two lines (a terminal is updated each half second).
+      every: seconds between two lines where `stream` is no terminal.
       clock: seconds as a float.
     """
 
@@ -112,30 +113,22 @@ class Progress:
         tokens_per_step: int,
         stream: TextIO,
         *,
-        every_seconds: float = 5.0,
+        every: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ):
+        super().__init__(stream, every=every, at_once=True, clock=clock)
         self.rate = Throughput(tokens_per_step, clock=clock)
-        self._total, self._stream, self._clock = total_steps, stream, clock
-        self._moving = stream.isatty()
-        self._every = 0.5 if self._moving else every_seconds
-        self._last = -math.inf
-        self._width = 0  # of the unfinished line on the terminal
+        self._total = total_steps
 
     def eta_seconds(self, step: int) -> float | None:
         """Expected seconds from `step` (updates done) to the end; None before it is known."""
         ahead = self.rate.seconds_ahead
         return None if ahead is None else ahead * max(self._total - step, 0)
 
-    def is_due(self, step: int) -> bool:
-        """Whether `update` would write now: so that nothing is fetched from the device in vain."""
-        return step >= self._total or self._is_time()
-
     def update(self, step: int, *, loss: float, learning_rate: float) -> None:
         """Write the line of `step` if it is due; the last step's always is."""
-        if not self.is_due(step):
+        if not (step >= self._total or self.is_due()):
             return
-        self._last = self._clock()
         parts = [
             f"step {step}/{self._total}",
             f"loss {loss:.3f}",
@@ -147,62 +140,12 @@ class Progress:
             parts.append(f"{100 * share:.0f} % of time waiting for data")
         if (eta := self.eta_seconds(step)) is not None:
             parts.append(f"ETA {format_duration(eta)}")
-        self._show("  ".join(parts))
+        self.show(*parts)
 
     def between(self, text: str) -> None:
-        """Write `text`, on what goes on between two steps, if a line is due."""
-        if self._is_time():
-            self._last = self._clock()
-            self._show(text)
-
-    def message(self, text: str) -> None:
-        """Write `text` as a line of its own."""
-        self.finish()
-        self._stream.write(text + "\n")
-        self._stream.flush()
-
-    def _is_time(self) -> bool:
-        return self._clock() - self._last >= self._every
-
-    def _show(self, line: str) -> None:
-        if self._moving:
-            self._stream.write("\r" + line.ljust(self._width))
-            self._width = len(line)
-        else:
-            self._stream.write(line + "\n")
-        self._stream.flush()
-
-    def finish(self) -> None:
-        """End the moving line, if there is one."""
-        if self._width:
-            self._stream.write("\n")
-            self._stream.flush()
-            self._width = 0
-
-
-def format_count(number: float) -> str:
-    """Three digits and a unit: 87, 942, 12.3k, 1.25M."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size * 0.9995:
-            scaled = number / size
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}{unit}"
-    return f"{number:.0f}"
-
-
-def format_duration(seconds: float) -> str:
-    """12:34 (minutes and seconds), 1:02:03 or 2d 03:04:05."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour:02d}:{minute:02d}:{second:02d}"
-    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
-
-
-def format_rate(rate: float) -> str:
-    """A learning rate in two digits: 1.9e-3."""
-    mantissa, exponent = f"{rate:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
+        """Write `text`, on what is done between two steps, if a line is due."""
+        if self.is_due():
+            self.show(text)
 
 
 def _midmean(values: deque[float]) -> float:

@@ -1,10 +1,11 @@
 """What a person sees of `cem verify`: a line of progress, the table, what descends, a summary."""
 
+import itertools
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import TextIO
 
+from cem_jax.text import ProgressLine, aligned
 from cem_jax.verify.descent import Fact
 from cem_jax.verify.rows import Row
 
@@ -12,27 +13,18 @@ _HEADER = ("check", "shape", "dtype", "error", "tolerance", "")
 
 
 class Progress:
-    """A line on standard error: rewritten on a terminal, else one for each stage."""
+    """Which stage is at work, on standard error."""
 
-    def __init__(self, stages: int, stream: TextIO | None = None):
-        self.stages = stages
-        self.stream = stream or sys.stderr
-        self.started = time.monotonic()
-        self.done = 0
+    def __init__(self, stages: int):
+        self.stages, self.done, self.started = stages, 0, time.monotonic()
+        self._line = ProgressLine(sys.stderr)
 
     def stage(self, title: str) -> None:
         self.done += 1
-        line = f"[{self.done}/{self.stages}] {self.seconds:4.0f} s  {title}"
-        if self.stream.isatty():
-            self.stream.write(f"\r\x1b[K{line}")
-        else:
-            self.stream.write(f"{line}\n")
-        self.stream.flush()
+        self._line.show(f"[{self.done}/{self.stages}] {self.seconds:4.0f} s  {title}")
 
     def close(self) -> None:
-        if self.stream.isatty():
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
+        self._line.clear()
 
     @property
     def seconds(self) -> float:
@@ -41,20 +33,14 @@ class Progress:
 
 def table(sections: Sequence[tuple[str, Sequence[Row]]]) -> Iterable[str]:
     """Lines of the table, its columns as wide as their longest entry."""
-    cells = {id(row): _cells(row) for _, rows in sections for row in rows}
-    widths = [max(map(len, column)) for column in zip(_HEADER, *cells.values(), strict=True)]
-
-    def line(entries: Sequence[str]) -> str:
-        left = [e.ljust(w) for e, w in zip(entries[:3], widths[:3], strict=True)]
-        right = [e.rjust(w) for e, w in zip(entries[3:5], widths[3:5], strict=True)]
-        return "  ".join([*left, *right, entries[5]]).rstrip()
-
-    yield line(_HEADER)
+    cells = [_cells(row) for _, rows in sections for row in rows]
+    header, *lines = aligned([_HEADER, *cells], "<<<>><").splitlines()
+    yield header
+    following = iter(lines)
     for title, rows in sections:
         yield ""
         yield title
-        for row in rows:
-            yield line(cells[id(row)])
+        yield from itertools.islice(following, len(rows))
 
 
 def fact_line(fact: Fact) -> str:

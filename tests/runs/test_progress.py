@@ -2,13 +2,7 @@ import io
 
 import pytest
 
-from cem_jax.runs.progress import (
-    Progress,
-    Throughput,
-    format_count,
-    format_duration,
-    format_rate,
-)
+from cem_jax.runs.progress import Progress, Throughput
 
 
 class Clock:
@@ -96,7 +90,7 @@ def test_eta_at_the_resumed_step(clock):
 
 def test_lines_come_every_few_seconds_and_at_the_end(clock):
     stream = io.StringIO()
-    progress = Progress(8, 24_600, stream, every_seconds=5.0, clock=clock)
+    progress = Progress(8, 24_600, stream, every=5.0, clock=clock)
     for step in range(1, 9):
         run(progress.rate, clock, 1, seconds=2.0, wait=0.28)
         progress.update(step, loss=3.2144, learning_rate=0.0019)
@@ -110,7 +104,7 @@ def test_lines_come_every_few_seconds_and_at_the_end(clock):
 
 def test_what_goes_on_between_steps_is_told_as_often(clock):
     stream = io.StringIO()
-    progress = Progress(10, 100, stream, every_seconds=5, clock=clock)
+    progress = Progress(10, 100, stream, every=5, clock=clock)
     progress.update(1, loss=1.0, learning_rate=1e-3)
     for batch in range(12):
         clock.sleep(1.0)
@@ -122,10 +116,10 @@ def test_one_line_moves_on_a_terminal(clock):
     stream = Terminal()
     progress = Progress(100, 100, stream, clock=clock)
     progress.update(1, loss=10.0, learning_rate=0.1)
-    assert not progress.is_due(2)
+    assert not progress.is_due()
     progress.update(2, loss=10.0, learning_rate=0.1)
     clock.sleep(1.0)
-    assert progress.is_due(3)
+    assert progress.is_due()
     progress.update(3, loss=9.0, learning_rate=0.1)
     progress.message("validation loss 8.0")
     progress.finish()
@@ -134,37 +128,3 @@ def test_one_line_moves_on_a_terminal(clock):
         "\rstep 3/100  loss 9.000  lr 1.0e-1 "
         "\nvalidation loss 8.0\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0.4, "0"),
-        (87, "87"),
-        (999.4, "999"),
-        (999.6, "1.00k"),
-        (12_345, "12.3k"),
-        (999_400, "999k"),
-        (1_254_000, "1.25M"),
-        (3.2e12, "3200G"),
-    ],
-)
-def test_format_count(number, text):
-    assert format_count(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03"), (183_845, "2d 03:04:05")],
-)
-def test_format_duration(seconds, text):
-    assert format_duration(seconds) == text
-
-
-def test_format_rate():
-    assert [format_rate(r) for r in (0.0, 1.0, 1.9e-3, 2e-12)] == [
-        "0.0e0",
-        "1.0e0",
-        "1.9e-3",
-        "2.0e-12",
-    ]

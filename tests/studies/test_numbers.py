@@ -29,8 +29,3 @@ def test_perplexities(arguments, text):
 )
 def test_differences_have_three_decimals_and_zero_no_sign(arguments, text):
     assert numbers.difference(*arguments) == text
-
-
-def test_flops_have_a_unit():
-    values = (8.2606e12, 1.0367e18, 9.9999e14, 123456)
-    assert [numbers.flops(value) for value in values] == ["8.26T", "1.04E", "1P", "123k"]

@@ -8,10 +8,10 @@ import pytest
 
 from cem_jax import cli
 from cem_jax.errors import UserError
-from cem_jax.runs.progress import format_duration
 from cem_jax.studies.synthetic import study
 from cem_jax.studies.synthetic.models import MODELS, sizes
 from cem_jax.studies.synthetic.training import Fit
+from cem_jax.text import format_duration
 
 SETTINGS = study.Settings(seeds=2, steps=4, points=20, test_points=10)
 

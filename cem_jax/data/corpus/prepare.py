@@ -23,6 +23,7 @@ from cem_jax.data.dataset.store import DESCRIPTION, FORMAT, MODEL, description_b
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.storage.durable import write_durably
+from cem_jax.text import aligned
 
 VALIDATION_FRACTION = 0.01
 _BATCH_BYTES = 1 << 20
@@ -225,7 +226,7 @@ def _write_streams(
         accounts.require_documents()
         return writers.close()
     finally:
-        progress.close()
+        progress.finish()
         writers.abandon()
 
 
@@ -326,22 +327,14 @@ def _places_unknown(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_table(result: dict[str, Any], out: TextIO) -> None:
-    rows = []
-    for name, split in result["splits"].items():
-        rows.append((name, split))
-        if len(split["sources"]) > 1 or "all" not in split["sources"]:
-            rows += [(f"  {source}", counts) for source, counts in split["sources"].items()]
-    width = max(12, *(len(name) + 2 for name, _ in rows))
-    print(
-        f"{'split':<{width}}{'documents':>12}{'tokens':>16}{'bytes':>16}{'bytes/token':>13}",
-        file=out,
-    )
-    for name, s in rows:
-        print(
-            f"{name:<{width}}{s['documents']:>12,}{s['tokens']:>16,}{s['bytes']:>16,}"
-            f"{s['bytes'] / s['tokens']:>13.2f}",
-            file=out,
-        )
+    rows = [("split", "documents", "tokens", "bytes", "bytes/token")]
+    for split, totals in result["splits"].items():
+        parts = totals["sources"].items()
+        named = [] if list(totals["sources"]) == ["all"] else parts
+        for name, s in [(split, totals), *((f"  {source}", counts) for source, counts in named)]:
+            counts = (f"{s[key]:,}" for key in ("documents", "tokens", "bytes"))
+            rows.append((name, *counts, f"{s['bytes'] / s['tokens']:.2f}"))
+    print(aligned(rows, "<>>>>"), file=out)
 
 
 def _note(text: str) -> None:

@@ -5,27 +5,26 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TextIO
 
-_TERMINAL_SECONDS = 0.5
+from cem_jax.text import Pace, ProgressLine, format_duration, format_mb
+
 _LOG_SECONDS = 15.0
 _BAR = 20  # characters
 
 
-class PrepareProgress:
-    """Bytes read, documents, tokens a second and the time left; rare lines when not a terminal."""
+class PrepareProgress(ProgressLine):
+    """Bytes read, documents, tokens per second and the time left."""
 
     def __init__(self, sizes: Sequence[int], stream: TextIO):
+        super().__init__(stream, every=_LOG_SECONDS)
         self._before = list(accumulate(sizes, initial=0))
-        self._stream = stream
-        self._terminal = stream.isatty()
-        self._every = _TERMINAL_SECONDS if self._terminal else _LOG_SECONDS
-        self._any = False
+        self._total = self._before[-1]
         self.start(0, 0)
 
     def start(self, file: int, tokens: int) -> None:
         """Work begins at this file; so many tokens were made earlier, and count for no speed."""
-        self._started = self._shown = time.monotonic()
-        self._first = self._bytes = self._before[file]
-        self._tokens = tokens
+        self._bytes, self._tokens, self._started = self._before[file], tokens, time.monotonic()
+        self._pace = Pace(self._total)
+        self._pace.seconds_left(self._bytes)
 
     def read(self, file: int, position: int) -> None:
         """So many bytes of a file, as stored, have been read."""
@@ -33,38 +32,19 @@ class PrepareProgress:
 
     def made(self, documents: int, tokens: int) -> None:
         """So many documents and tokens were written; shows a line when it is time."""
-        now = time.monotonic()
-        if now - self._shown < self._every:
+        if not self.is_due():
             return
-        self._shown = now
-        spent = now - self._started
-        total, done = self._before[-1], self._bytes - self._first
-        left = _clock(spent * (total - self._bytes) / done) if done else "?"
-        speed = (tokens - self._tokens) / spent
-        line = (
-            f"{_bar(self._bytes, total)}{self._bytes / 1e6:,.1f} of {total / 1e6:,.1f} MB  "
-            f"{documents:,} documents  {tokens:,} tokens  {speed:,.0f} tokens/s  ETA {left}"
+        speed = (tokens - self._tokens) / (time.monotonic() - self._started)
+        self.show(
+            f"{_bar(self._bytes, self._total)} {format_mb(self._bytes)} of "
+            f"{format_mb(self._total)} MB",
+            f"{documents:,} documents",
+            f"{tokens:,} tokens",
+            f"{speed:,.0f} tokens/s",
+            f"ETA {format_duration(self._pace.seconds_left(self._bytes))}",
         )
-        print(
-            f"\r\033[K{line}" if self._terminal else line,
-            end="" if self._terminal else "\n",
-            file=self._stream,
-            flush=True,
-        )
-        self._any = True
-
-    def close(self) -> None:
-        """End the line, so that what follows starts a new one."""
-        if self._terminal and self._any:
-            print(file=self._stream)
 
 
 def _bar(done: int, total: int) -> str:
     filled = _BAR * done // max(1, total)
-    return f"[{'#' * filled}{'.' * (_BAR - filled)}] "
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    return f"[{'#' * filled}{'.' * (_BAR - filled)}]"

@@ -7,8 +7,6 @@ every digit.
 
 from typing import Any
 
-from cem_jax.runs.progress import format_count
-
 ABSENT = "–"
 
 
@@ -31,14 +29,6 @@ def difference(value: float, interval: float | None) -> str:
 def rate(value: float) -> str:
     """A learning rate."""
     return f"{value:.3g}"
-
-
-def flops(value: float) -> str:
-    """8.26T, 1.04E: three digits."""
-    for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T")):
-        if value >= size * 0.9995:
-            return f"{value / size:.3g}{unit}"
-    return format_count(value)
 
 
 def shown(value: Any) -> str:

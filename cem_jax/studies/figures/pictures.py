@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
-from cem_jax.runs.progress import format_count
 from cem_jax.studies.figures.grid import Arm, Sweep
 from cem_jax.studies.figures.results import Point, curves, interpolated
 from cem_jax.studies.figures.sections import Section
+from cem_jax.text import format_count
 
 LLAMA = "#e377a2"
 COLOURS = ("#1f6fb4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#17becf")

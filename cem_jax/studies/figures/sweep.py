@@ -18,11 +18,11 @@ import jax
 from etils import epath
 
 from cem_jax.errors import RunFailed, UserError
-from cem_jax.runs.progress import format_duration
 from cem_jax.runs.training import train
 from cem_jax.storage.paths import place
 from cem_jax.studies.figures.grid import Run, flag, read_sweep, runs_of
 from cem_jax.studies.figures.rows import SPLIT, measure, read_rows, write_csv, write_json
+from cem_jax.text import format_duration
 from cem_jax.train.flops import training_flops_per_token
 from cem_jax.train.setup import open_data
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cem_jax.studies.figures import numbers
+from cem_jax.text import format_count
 
 Lines = Iterable[Mapping[str, Any]]
 
@@ -17,7 +18,7 @@ def of_points(lines: Lines) -> list[dict[str, str]]:
             "learning rate": numbers.rate(line["learning_rate"]),
             "seeds": line["seed_numbers"].replace(" ", ", "),
             "parameters": numbers.shown(line["parameters"]),
-            "training FLOPs": numbers.flops(line["training_flops"]),
+            "training FLOPs": format_count(line["training_flops"]),
             "tokens": numbers.shown(line["tokens"]),
             "perplexity": numbers.perplexity(line["perplexity"], line["perplexity_std"]),
             "loss": numbers.nats(line["loss"], line["loss_std"]),

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from cem_jax.runs.progress import format_count
 from cem_jax.studies.synthetic.data import KERNELS
 from cem_jax.studies.synthetic.models import MODELS, POINTS
+from cem_jax.text import aligned, format_count
 
 _FLOPS = f"FLOPs, forward, {POINTS} points"
 _HEADER = ("Kernel", "Model", "Parameters", _FLOPS, "Train RMSE", "Test RMSE")
@@ -30,11 +30,7 @@ def rendered(models: dict[str, dict[str, int]], kernels: dict[str, dict[str, Any
             rows.append((KERNELS[kernel].title, *_size(models, name), *cells))
     if not kernels:
         rows = [_HEADER[1:4], *(_size(models, name) for name in models)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return aligned(rows, "<" * len(rows[0]))
 
 
 def spread(values: list[float]) -> str:

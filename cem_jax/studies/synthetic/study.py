@@ -5,7 +5,6 @@ command again takes over; at the end table.json and table.png.
 """
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -15,12 +14,12 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from cem_jax.errors import UserError
-from cem_jax.runs.progress import format_duration
 from cem_jax.studies.figures.rows import write_json
 from cem_jax.studies.synthetic.data import KERNELS, Data, describe, make_data
 from cem_jax.studies.synthetic.models import MODELS, sizes
 from cem_jax.studies.synthetic.report import draw, rendered
 from cem_jax.studies.synthetic.training import BATCH, PEAK, fit
+from cem_jax.text import ProgressLine, format_duration
 
 
 class Settings(NamedTuple):
@@ -71,7 +70,7 @@ def study(
     for name in missing:
         found[name] = _regress(name, settings, progress)
         write_json(workdir / f"{name}.json", found[name])
-    progress.finish()
+    progress.clear()
     return found
 
 
@@ -117,7 +116,7 @@ def _finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     )
 
 
-class _Progress:
+class _Progress(ProgressLine):
     """Where the study stands; a model's steps count by their FLOPs.
 
     What a model takes until its first report holds its compilation, once for all kernels, and is
@@ -125,10 +124,10 @@ class _Progress:
     """
 
     def __init__(self, settings: Settings, kernels: int, stream: TextIO):
+        super().__init__(stream, every=15.0, at_once=True, clock=time.monotonic)
         self._costs = {name: sizes(model)["flops"] for name, model in MODELS.items()}
         self._total = kernels * sum(self._costs.values())
-        self._steps, self._stream, self._moving = settings.steps, stream, stream.isatty()
-        self._shown = -math.inf
+        self._steps = settings.steps
         self._done = self._measured = self._seconds = 0.0  # work in FLOPs a step
         self._starts: dict[str, float] = {}  # of each compiled model, in seconds
 
@@ -146,22 +145,16 @@ class _Progress:
                 self._seconds += now - mark
             self._starts.setdefault(model, now - mark)
             self._done, mark = done, now
-            if now - self._shown >= (0.5 if self._moving else 15.0):
-                self._shown = now
-                self._show(f"{KERNELS[kernel].title}  {MODELS[model].title}  step {step}")
+            if self.is_due():
+                where = f"{KERNELS[kernel].title}  {MODELS[model].title}"
+                self._show_step(f"{where}  step {step}/{self._steps}")
 
         return report
 
-    def _show(self, where: str) -> None:
-        line = f"{where}/{self._steps}  {100 * self._done / self._total:.0f} %"
+    def _show_step(self, where: str) -> None:
+        parts = [where, f"{100 * self._done / self._total:.0f} %"]
         if self._measured:
             to_compile = np.mean(list(self._starts.values())) * (len(MODELS) - len(self._starts))
             left = (self._total - self._done) * self._seconds / self._measured + to_compile
-            line += f"  ETA {format_duration(left)}"
-        self._stream.write(f"\r\033[K{line}" if self._moving else f"{line}\n")
-        self._stream.flush()
-
-    def finish(self) -> None:
-        """End the line."""
-        if self._moving:
-            self._stream.write("\r\033[K")
+            parts.append(f"ETA {format_duration(left)}")
+        self.show(*parts)
