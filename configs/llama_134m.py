@@ -3,30 +3,15 @@
     cem train --config configs/llama_134m.py --config.data.path=DATASET --workdir runs/llama_134m
 
 DATASET is a directory written by `cem prepare`; the paper's is SlimPajama with Llama's tokenizer.
-10,231 steps of 128 sequences of 2048 tokens: 20 tokens a parameter.
+10,231 steps of 128 sequences of 2048 tokens: 20 tokens per parameter.
+Between the 8 × 2 A100-hours that the paper reports for 86m and the 8 × 18 for 162m.
+Its test perplexity is in the paper's Figure 2, as a picture only.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
-from configs import base
+from configs import models
 
 
-def get_config() -> ml_collections.ConfigDict:
-    c = base.get_config()
-    c.model.dim = 768
-    c.model.layers = 12
-    c.model.remat = "attention"  # recompute the rest: all sizes then fit a chip of 16 GiB
-
-    c.model.attention.kind = "llama"
-    c.model.attention.heads = 12
-    c.model.attention.steps = 1
-    c.model.attention.position = "rope"
-    c.model.attention.self_bias = False
-
-    c.model.mlp.kind = "gated"
-    c.model.mlp.dim = 2048
-    c.model.mlp.steps = 1
-
-    c.train.tokens = 20 * base.llama_parameters(c)
-    c.train.microbatch = 32  # four to an update, as in Table 2
-    return c
+def get_config() -> ConfigDict:
+    return models.paper_llama(dim=768, layers=12, heads=12, hidden=2048)

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -21,11 +22,11 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="fig2a",
         title="Attention replaced by CEM attention, T = 1",
         plot="parameters",
-        **sizes.at(sizes.sizes(size), arms_of),
+        **sizes.at(size, arms_of),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
-    yield Arm("CEM attention", arms.cem_attention(llama))
-    yield Arm("CEM attention, no diagonal", arms.cem_attention(llama, diagonal="none"))
+    yield Arm("CEM attention", models.cem_attention(llama))
+    yield Arm("CEM attention, no diagonal", models.cem_attention(llama, diagonal="none"))

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -20,11 +21,11 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="fig2b",
         title="MLPs replaced by CEM MLPs, T = 1",
         plot="parameters",
-        **sizes.at(sizes.sizes(size), arms_of),
+        **sizes.at(size, arms_of),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
-    yield Arm("CEM MLP", arms.cem_mlp(llama))
-    yield Arm("CEM MLP, 1.5 M", arms.cem_mlp(llama, width=1.5))
+    yield Arm("CEM MLP", models.cem_mlp(llama))
+    yield Arm("CEM MLP, 1.5 M", models.cem_mlp(llama, width=1.5))

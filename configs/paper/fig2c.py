@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -20,14 +21,14 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="fig2c",
         title="Recursion and preconditioners in CEM attention",
         plot="steps",
-        **sizes.at(sizes.sizes(size), arms_of),
+        **sizes.at(size, arms_of),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
-    for preconditioner in arms.PRECONDITIONERS:
+    for preconditioner in models.PRECONDITIONERS:
         for steps in (1, 2):
-            model = arms.cem_attention(llama, steps=steps, preconditioner=preconditioner)
-            series = arms.PRECONDITIONERS[preconditioner]
+            model = models.cem_attention(llama, steps=steps, preconditioner=preconditioner)
+            series = models.PRECONDITIONERS[preconditioner]
             yield Arm(f"T = {steps}, {series}", model, series, steps)

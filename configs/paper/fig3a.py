@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -22,11 +23,11 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="fig3a",
         title="Learning rates of Llama and full CEM",
         plot="learning_rate",
-        **sizes.at(sizes.sizes(size), arms_of),
+        **sizes.at(size, arms_of),
         rates=(1 / 4, 1 / 2, 1, 2, 4),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
-    yield Arm("CEM, T = 2", arms.full_cem(llama))
+    yield Arm("CEM, T = 2", models.full_cem(llama))

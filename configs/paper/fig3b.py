@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -20,12 +21,12 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="fig3b",
         title="The diagonal in CEM attention, T = 1",
         plot="arms",
-        **sizes.at(sizes.sizes(size), arms_of),
+        **sizes.at(size, arms_of),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
     for diagonal, name in (("none", "none"), ("shared", "shared"), ("per_head", "per head")):
-        model = arms.cem_attention(llama, diagonal=diagonal, preconditioner="diagonal")
+        model = models.cem_attention(llama, diagonal=diagonal, preconditioner="diagonal")
         yield Arm(name, model)

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -21,14 +22,14 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="fig3c",
         title="Recursion in CEM MLPs against plain reuse",
         plot="gain",
-        **sizes.at(sizes.sizes(size), arms_of),
+        **sizes.at(size, arms_of),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     for steps in (1, 2):
         name = "Llama" if steps == 1 else "plain reuse, twice"
-        yield Arm(name, arms.reuse_mlp(llama, steps), "plain reuse", steps)
-        yield Arm(f"CEM MLP, T = {steps}", arms.cem_mlp(llama, steps=steps), "CEM MLP", steps)
-        wider = arms.cem_mlp(llama, steps=steps, width=1.5)
+        yield Arm(name, models.reuse_mlp(llama, steps), "plain reuse", steps)
+        yield Arm(f"CEM MLP, T = {steps}", models.cem_mlp(llama, steps=steps), "CEM MLP", steps)
+        wider = models.cem_mlp(llama, steps=steps, width=1.5)
         yield Arm(f"CEM MLP, 1.5 M, T = {steps}", wider, "CEM MLP, 1.5 M", steps)

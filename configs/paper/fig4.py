@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -20,13 +21,13 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="fig4",
         title="Recursion in CEM attention against plain reuse",
         plot="gain",
-        **sizes.at(sizes.sizes(size), arms_of),
+        **sizes.at(size, arms_of),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     for steps in (1, 2):
         name = "Llama" if steps == 1 else "plain reuse, twice"
-        yield Arm(name, arms.reuse_attention(llama, steps), "plain reuse", steps)
-        model = arms.cem_attention(llama, steps=steps)
+        yield Arm(name, models.reuse_attention(llama, steps), "plain reuse", steps)
+        model = models.cem_attention(llama, steps=steps)
         yield Arm(f"CEM attention, T = {steps}", model, "CEM attention", steps)

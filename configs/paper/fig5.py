@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -19,13 +20,13 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="fig5",
         title="Learning rates of Llama and full CEM, two more layers",
         plot="learning_rate",
-        **sizes.at(sizes.sizes(size, sizes.LARGER), arms_of),
+        **sizes.at(size, arms_of, sizes.LARGER),
         rates=(1 / 4, 1 / 2, 1, 2, 4),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
-    cem = arms.full_cem(llama)
+    cem = models.full_cem(llama)
     cem.model.layers += 2
     yield Arm("CEM, T = 2", cem)

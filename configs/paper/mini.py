@@ -3,35 +3,22 @@
     cem train --config configs/paper/mini.py --config.data.path=DATASET --workdir runs/mini
 
 DATASET is a directory written by `cem prepare` with a tokenizer of at most 2,048 pieces and splits
-train and test. 836,448 parameters; 2M tokens, far from the paper's 20 a parameter: what can be
-trained a few dozen times over on a laptop.
+train and test. 836,448 parameters; 2M tokens, far from the paper's 20 per parameter: what can be
+trained a few dozen times on a laptop.
 
 A sublayer's output grows with init_std² D at the start. 0.02 at D = 96 would make it a seventh of
 that at D = 672, the paper's smallest; init_std √D is the same here as there.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
-from configs import base
+from configs import models
 
 
-def get_config() -> ml_collections.ConfigDict:
-    c = base.get_config()
-    c.model.vocab_size = 2048
-    c.model.dim = 96
+def get_config() -> ConfigDict:
+    c = models.llama(dim=96, layers=4, heads=4, hidden=256, vocab_size=2048)
     c.model.init_std = 0.053  # 0.02 √(672/96)
-    c.model.layers = 4
     c.model.scan_layers = False
-
-    c.model.attention.kind = "llama"
-    c.model.attention.heads = 4
-    c.model.attention.steps = 1
-    c.model.attention.position = "rope"
-    c.model.attention.self_bias = False
-
-    c.model.mlp.kind = "gated"
-    c.model.mlp.dim = 256
-    c.model.mlp.steps = 1
 
     c.data.context = 128
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -18,7 +19,7 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="ours_gradient",
         title="Algorithm 1 against the exact gradient, T = 2",
         plot="arms",
-        **sizes.at(sizes.sizes(size, sizes.SMALLEST), arms_of),
+        **sizes.at(size, arms_of, sizes.SMALLEST),
     )
 
 
@@ -27,5 +28,5 @@ def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     one = {"preconditioner": "diagonal", "preconditioner_heads": "shared"}
     for p, fields in (("no P", {}), ("one P", one)):
         for name, exact in (("Algorithm 1", False), ("exact", True)):
-            model = arms.cem_attention(llama, steps=2, diagonal_in_update=exact, **fields)
+            model = models.cem_attention(llama, steps=2, diagonal_in_update=exact, **fields)
             yield Arm(f"{name}, {p}", model, name)

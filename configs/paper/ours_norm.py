@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -19,17 +20,17 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="ours_norm",
         title="Norms in full CEM, T = 2",
         plot="arms",
-        **sizes.at(sizes.sizes(size, sizes.SMALLEST), arms_of),
+        **sizes.at(size, arms_of, sizes.SMALLEST),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
-    yield Arm("gradient at u", arms.full_cem(llama))
+    yield Arm("gradient at u", models.full_cem(llama))
     for gradient, name in (("scaled", "scaled"), ("full", "through the norm")):
-        model = arms.full_cem(llama)
+        model = models.full_cem(llama)
         model.model.norm_gradient = gradient
         yield Arm(name, model)
-    model = arms.full_cem(llama)
+    model = models.full_cem(llama)
     model.model.residual = "normalized"
     yield Arm("normalized stream", model)

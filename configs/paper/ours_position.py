@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -19,11 +20,11 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="ours_position",
         title="Positions in CEM attention, T = 2",
         plot="arms",
-        **sizes.at(sizes.sizes(size, sizes.SMALLEST), arms_of),
+        **sizes.at(size, arms_of, sizes.SMALLEST),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
     for position, name in (("alibi", "ALiBi"), ("rope", "rotary")):
-        yield Arm(name, arms.cem_attention(llama, steps=2, position=position))
+        yield Arm(name, models.cem_attention(llama, steps=2, position=position))

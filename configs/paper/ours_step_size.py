@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -19,13 +20,13 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="ours_step_size",
         title="The step size of CEM attention and of CEM MLPs",
         plot="arms",
-        **sizes.at(sizes.sizes(size, sizes.SMALLEST), arms_of),
+        **sizes.at(size, arms_of, sizes.SMALLEST),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
-    for sublayer, replace in (("attention", arms.cem_attention), ("mlp", arms.cem_mlp)):
+    for sublayer, replace in (("attention", models.cem_attention), ("mlp", models.cem_mlp)):
         for name, steps, fields in (
             ("T = 1", 1, {}),
             ("T = 2", 2, {}),

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -18,11 +19,11 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="ours_steps",
         title="Steps of recursion in full CEM",
         plot="steps",
-        **sizes.at(sizes.sizes(size, sizes.SMALLEST), arms_of),
+        **sizes.at(size, arms_of, sizes.SMALLEST),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
     for steps in (1, 2, 3, 4):
-        yield Arm(f"T = {steps}", arms.full_cem(llama, steps=steps), "CEM", steps)
+        yield Arm(f"T = {steps}", models.full_cem(llama, steps=steps), "CEM", steps)

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from ml_collections import ConfigDict
 
 from cem_jax.studies.figures.grid import Arm, Sweep
-from configs.paper import arms, sizes
+from configs import models
+from configs.paper import sizes
 
 
 def get_sweep(size: str = "paper") -> Sweep:
@@ -18,11 +19,11 @@ def get_sweep(size: str = "paper") -> Sweep:
         name="ours_test_steps",
         title="Steps at evaluation of full CEM trained with T = 2",
         plot="test_steps",
-        **sizes.at(sizes.sizes(size, sizes.SMALLEST), arms_of),
+        **sizes.at(size, arms_of, sizes.SMALLEST),
         evaluate_steps=(1, 2, 3, 4, 6, 8),
     )
 
 
 def arms_of(llama: ConfigDict) -> Iterator[Arm]:
     yield Arm("Llama", llama)
-    yield Arm("CEM, trained with T = 2", arms.full_cem(llama))
+    yield Arm("CEM, trained with T = 2", models.full_cem(llama))

@@ -16,20 +16,19 @@ LARGER = {"256m": llama_256m}  # Figure 5's, a guess of ours
 EVERY = PAPER | LARGER | {"mini": mini}
 
 
-def sizes(name: str, paper: dict[str, ModuleType] = PAPER) -> dict[str, ModuleType]:
-    """`paper`: the sizes the paper's figure has; any other name: that size alone."""
-    if name == "paper":
-        return paper
-    if name not in EVERY:
-        raise UserError(f"size {name}: no such size; there are paper, {', '.join(EVERY)}")
-    return {name: EVERY[name]}
-
-
 def at(
-    sizes: dict[str, ModuleType], arms: Callable[[ConfigDict], Iterable[Arm]]
+    name: str,
+    arms: Callable[[ConfigDict], Iterable[Arm]],
+    paper: dict[str, ModuleType] = PAPER,
 ) -> dict[str, dict]:
-    """What a Sweep needs to know of its sizes: their files, and the arms made from their Llamas."""
+    """The fields of a Sweep that follow from its sizes: their files, and arms made from Llamas.
+
+    `name` is `paper`, for the sizes that the paper's figure has, or that of one size.
+    """
+    if name != "paper" and name not in EVERY:
+        raise UserError(f"size {name}: no such size; there are paper, {', '.join(EVERY)}")
+    sizes = paper if name == "paper" else {name: EVERY[name]}
     return {
-        "files": {name: module.__file__ for name, module in sizes.items()},
-        "arms": {name: list(arms(module.get_config())) for name, module in sizes.items()},
+        "files": {size: llama.__file__ for size, llama in sizes.items()},
+        "arms": {size: list(arms(llama.get_config())) for size, llama in sizes.items()},
     }

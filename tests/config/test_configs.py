@@ -11,7 +11,11 @@ from cem_jax.config.values import describe
 from cem_jax.model import pure
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
-SHIPPED = sorted(str(path) for path in [*FOLDER.glob("*.py"), *FOLDER.glob("scale/*.py")])
+SHIPPED = sorted(
+    str(path)
+    for path in [*FOLDER.glob("*.py"), *FOLDER.glob("scale/*.py")]
+    if "def get_config" in path.read_text()
+)
 
 # size: (D, L, K, M, parameters of the Llama, steps)
 TABLE = {
