@@ -23,6 +23,7 @@ from cem_jax.config.schema import (
     TrainConfig,
     differences,
     fields,
+    flattened,
     leaves,
     load_config,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "TrainConfig",
     "differences",
     "fields",
+    "flattened",
     "leaves",
     "load_config",
 ]

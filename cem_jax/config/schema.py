@@ -242,39 +242,32 @@ class Config:
         return _plain(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Config":
-        """Check and build. Raises UserError with every violation."""
+    def from_dict(
+        cls,
+        values: Mapping[str, Any],
+        overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
+    ) -> "Config":
+        """Check and build the configuration of nested `values`, fields replaced by `overrides`.
+
+        Overrides are (dotted field, text as on the command line) pairs; a value that is no string
+        is taken as it is. Later ones win. Setting `train.steps` unsets `train.tokens` and the other
+        way round, and the same for `data.path` and `data.mixture`. Raises UserError with every
+        problem.
+        """
         if not isinstance(values, Mapping):
             raise UserError(f"expected sections of fields, got {values!r}")
-        return _checked(values, [])
+        problems: list[str] = []
+        for name, value in _parsed(overrides, problems).items():
+            values = _replaced(values, name, value)
+        return _checked(values, problems)
 
 
 def load_config(path: str, overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = ()) -> Config:
-    """The configuration of `file.py` or `file.py:argument`, with fields replaced by `overrides`.
+    """Load the configuration of `file.py` or `file.py:argument`, with `overrides`.
 
-    Overrides are (dotted field, text as on the command line) pairs; a value that is no string is
-    taken as it is. Later ones win. Setting `train.steps` unsets `train.tokens` and the other way
-    round, and the same for `data.path` and `data.mixture`. Raises UserError with every problem.
+    Raises UserError with every problem; overrides are those of `Config.from_dict`.
     """
-    values = read_config_file(path)
-    pairs = overrides.items() if isinstance(overrides, Mapping) else overrides
-    problems: list[str] = []
-    given = {}
-    for name, value in pairs:
-        try:
-            given[name] = _override(name, value)
-        except ValueError as error:
-            problems.append(str(error))
-            given[name] = _FAULTY
-    given = {name: value for name, value in given.items() if name in fields()}
-    for group in _ALTERNATIVES:
-        chosen = [name for name in group if given.get(name)]
-        if len(chosen) == 1:
-            (other,) = set(group) - set(chosen)
-            given.setdefault(other, _UNSET[other])
-    for name, value in given.items():
-        _assign(values, name, value)
-    return _checked(values, problems)
+    return Config.from_dict(read_config_file(path), overrides)
 
 
 def differences(a: Config, b: Config) -> list[str]:
@@ -287,7 +280,16 @@ def differences(a: Config, b: Config) -> list[str]:
 
 def leaves(config: Config) -> dict[str, Any]:
     """Every value of `config`, by its dotted name."""
-    return dict(_leaves(config.to_dict()))
+    return flattened(config.to_dict())
+
+
+def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values by their dotted names."""
+    flat = {}
+    for name, value in values.items():
+        inner = flattened(value) if isinstance(value, Mapping) else {None: value}
+        flat |= {f"{name}.{deeper}" if deeper else name: leaf for deeper, leaf in inner.items()}
+    return flat
 
 
 @functools.cache
@@ -322,6 +324,26 @@ class _Partial:
         return _Partial(value) if isinstance(value, Mapping) else value
 
 
+def _parsed(
+    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]], problems: list[str]
+) -> dict[str, Any]:
+    """Values of the overridden fields and of the alternatives that they unset."""
+    given = {}
+    for name, value in overrides.items() if isinstance(overrides, Mapping) else overrides:
+        try:
+            given[name] = _override(name, value)
+        except ValueError as error:
+            problems.append(str(error))
+            given[name] = _FAULTY
+    given = {name: value for name, value in given.items() if name in fields()}
+    for group in _ALTERNATIVES:
+        chosen = [name for name in group if given.get(name)]
+        if len(chosen) == 1:
+            (other,) = set(group) - set(chosen)
+            given.setdefault(other, _UNSET[other])
+    return given
+
+
 def _override(name: str, value: Any) -> Any:
     if not isinstance(name, str):
         raise ValueError(f"{name!r}: a field is named by text")
@@ -334,14 +356,13 @@ def _override(name: str, value: Any) -> Any:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _assign(values: dict[str, Any], name: str, value: Any) -> None:
-    *sections, leaf = name.split(".")
-    for section in sections:
-        inner = values.get(section)
-        if not isinstance(inner, dict):
-            inner = values[section] = {}
-        values = inner
-    values[leaf] = value
+def _replaced(values: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """`values` with that of the dotted field replaced, or added."""
+    section, _, inner = name.partition(".")
+    if not inner:
+        return {**values, section: value}
+    old = values.get(section)
+    return {**values, section: _replaced(old if isinstance(old, Mapping) else {}, inner, value)}
 
 
 def _checked(values: Mapping[str, Any], problems: list[str]) -> Config:
@@ -387,11 +408,3 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return list(value) if isinstance(value, tuple) else value
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
