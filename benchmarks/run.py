@@ -161,11 +161,7 @@ def loop() -> None:
 def small_dataset(folder: Path) -> str:
     from cem_jax.commands import demo
 
-    demo.copy_corpus(demo.standard_library(), folder / "corpus")
-    model, data = folder / "t.model", folder / "data"
-    demo._train_tokenizer(folder / "corpus", model, 4096, True)
-    demo._prepare(folder / "corpus", model, data, True)
-    return str(data)
+    return str(demo.make_dataset(folder, 4096, sys.stderr))
 
 
 def memory() -> None:

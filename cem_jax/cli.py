@@ -15,30 +15,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from cem_jax import arguments
-from cem_jax.arguments.common import local_path
-from cem_jax.config.values import split_flags
+from cem_jax.commands import COMMANDS
+from cem_jax.commands.arguments import split_overrides
 from cem_jax.console import lasting
 from cem_jax.errors import RunFailed, UserError
-from cem_jax.text import plain
-
-_RUNS = {
-    "train": "cem_jax.runs.training",
-    "eval": "cem_jax.commands.eval",
-    "generate": "cem_jax.commands.generate",
-    "export": "cem_jax.commands.export",
-    "import": "cem_jax.commands.import_",
-    "inspect": "cem_jax.commands.inspect",
-    "compile": "cem_jax.commands.compile",
-    "verify": "cem_jax.verify",
-    "tokenizer": "cem_jax.data.corpus.tokenizer_training",
-    "prepare": "cem_jax.data.corpus.prepare",
-    "sweep": "cem_jax.studies.figures.sweep",
-    "report": "cem_jax.studies.figures.report",
-    "synthetic": "cem_jax.studies.synthetic.study",
-    "demo": "cem_jax.commands.demo",
-}
-_WITH_CONFIG = ("train", "verify", "inspect", "compile", "sweep", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,46 +66,42 @@ def _interrupted() -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """The command's arguments, checked. Raises UserError with every problem that is found.
+    """Return the command's arguments, checked. Raises UserError with every problem that is found.
 
     A command with --config gets `overrides`, the (dotted field, text) pairs of its flags.
     """
-    problems: list[str] = []
-    overrides: list[tuple[str, str]] = []
-    takes_overrides = bool(argv) and argv[0] in _WITH_CONFIG
+    parser, commands = _parser()
+    command = commands.get(argv[0]) if argv else None
+    takes_overrides = command is not None and command.get_default("overrides") is not None
+    overrides, problems = [], []
     if takes_overrides:
-        argv, overrides, problems = split_flags(argv)
+        argv, overrides, problems = split_overrides(argv)
     try:
-        args, stray = _parser().parse_known_args(argv)
+        args, stray = parser.parse_known_args(argv)
     except UserError as error:
         raise UserError(*problems, *error.messages) from None
     problems += [_explain_stray(argument, takes_overrides) for argument in stray]
-    problems += args.problems(args)
     if problems:
         raise UserError(*problems)
     if takes_overrides:
         args.overrides = overrides
-    if args.command == "generate" and args.prompt is None:
-        args.prompt = arguments.runs.standard_input()
     return args
 
 
 def _dispatch(args: argparse.Namespace) -> int:
+    """Run the command; in a process that leaves the result to another one to report, it is None."""
     if not args.json:
-        result = _run(args)
+        result = args.run(args)
     else:
+        from cem_jax.text import plain
+
         with _stdout_to_stderr():
-            result = _run(args)
+            result = args.run(args)
         if result is not None:
             print(json.dumps(plain(result), allow_nan=False))
     sys.stdout.flush()
     verdicts = () if result is None else (result.get("passed"), result.get("fits"))
     return 1 if any(verdict is False for verdict in verdicts) else 0
-
-
-def _run(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The command's result; None in a process that leaves it to another one to tell."""
-    return importlib.import_module(_RUNS[args.command]).run(args)
 
 
 def _complain(*messages: str) -> None:
@@ -189,7 +165,8 @@ def _explain_stray(argument: str, takes_overrides: bool) -> str:
     return f"unrecognized argument: {argument}"
 
 
-def _parser() -> _Parser:
+def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
+    """Return the whole parser, and those of the commands by name."""
     parser = _Parser(
         prog="cem", description="Pretrain and verify Causal Energy Minimization language models."
     )
@@ -197,15 +174,10 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", required=True, title="commands"
     )
-    for family in arguments.FAMILIES:
-        family.add(commands)
-    demo = commands.add_parser(
-        "demo", help="what `make demo` runs: from text to samples in minutes"
-    )
-    demo.add_argument("--workdir", type=local_path, default="runs/demo", metavar="DIR")
+    for module in COMMANDS:
+        importlib.import_module(f"cem_jax.commands.{module}").add(commands)
     for command in commands.choices.values():
-        command.set_defaults(problems=command.get_default("problems") or (lambda args: []))
         command.add_argument(
             "--json", action="store_true", help="print one JSON object on standard output"
         )
-    return parser
+    return parser, commands.choices

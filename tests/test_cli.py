@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cem_jax import cli
+from cem_jax.commands import COMMANDS, generate
 from cem_jax.config import load_config
 from cem_jax.errors import RunFailed, UserError
 
@@ -25,8 +25,8 @@ def command(monkeypatch):
     """Puts a function in the place of every command's `run`."""
 
     def install(run):
-        for module in cli._RUNS.values():
-            monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(run=run))
+        for name in COMMANDS:
+            monkeypatch.setattr(f"cem_jax.commands.{name}.run", run)
 
     return install
 
@@ -62,8 +62,8 @@ def test_help_is_light_and_quick():
         )
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.5
-    for name in cli._RUNS:
-        assert name in done.stdout
+    for name in COMMANDS:
+        assert name.rstrip("_") in done.stdout
 
 
 def test_version_and_help_exit_with_0(capsys):
@@ -103,8 +103,6 @@ def test_version_and_help_exit_with_0(capsys):
         (["generate", "--workdir", "w", "--max-tokens", "-1"], "--max-tokens: -1 is out of range"),
         (["generate", "--workdir", "w", "--prompt", "\udcff"], "--prompt: is not valid UTF-8"),
         (["tokenizer", "--input", "a", "--output", "b", "--vocab-size", "1"], "1 is out of range"),
-        (["prepare"], "needs --input, --tokenizer, --output (or --check DIR)"),
-        (["prepare", "--check", "d", "--output", "o"], "--check goes without --output"),
         (["prepare", "--check", "d", "--validation-fraction", "1"], "less than 1"),
         (["prepare", "--check", "d", "--separator", "pad"], "invalid choice: 'pad'"),
     ],
@@ -112,6 +110,19 @@ def test_version_and_help_exit_with_0(capsys):
 def test_bad_flags(flags, words, command, capsys):
     command(lambda args: pytest.fail("the command must not run"))
     assert cli.main(flags) == 2
+    (line,) = errors(capsys)
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "needs --input, --tokenizer, --output (or --check DIR)"),
+        (["--check", "d", "--output", "o"], "--check goes without --output"),
+    ],
+)
+def test_flags_of_prepare_that_do_not_go_together(flags, words, capsys):
+    assert cli.main(["prepare", *flags]) == 2
     (line,) = errors(capsys)
     assert words in line
 
@@ -226,7 +237,7 @@ def test_prompt_from_standard_input(given, prompt, monkeypatch, tmp_path):
     file.write_bytes(given)
     with file.open(encoding="utf-8") as stream:
         monkeypatch.setattr(sys, "stdin", stream)
-        assert cli.parse_arguments(["generate", "--workdir", "w"]).prompt == prompt
+        assert generate.standard_input() == prompt
 
 
 def test_prompt_on_standard_input_must_be_utf8(monkeypatch, tmp_path, capsys):
@@ -295,9 +306,9 @@ def test_json_alone_on_standard_output(command, capfd):
 
 def test_a_closed_pipe_is_no_traceback():
     script = (
-        "import sys, types, cem_jax.cli as cli\n"
+        "import sys, cem_jax.cli as cli, cem_jax.commands.demo as demo\n"
         "def run(args):\n  for _ in range(100_000): print('a line of output')\n  return {}\n"
-        "sys.modules['cem_jax.commands.demo'] = types.SimpleNamespace(run=run)\n"
+        "demo.run = run\n"
         "sys.exit(cli.main(['demo']))\n"
     )
     process = subprocess.Popen(
@@ -314,9 +325,9 @@ def test_a_closed_pipe_is_no_traceback():
 @pytest.mark.parametrize("flags", [[], ["--json"]])
 def test_output_to_a_full_disk_is_no_traceback(flags):
     script = (
-        "import sys, types, cem_jax.cli as cli\n"
+        "import sys, cem_jax.cli as cli, cem_jax.commands.demo as demo\n"
         "def run(args):\n  print('a line of output')\n  return {}\n"
-        "sys.modules['cem_jax.commands.demo'] = types.SimpleNamespace(run=run)\n"
+        "demo.run = run\n"
         f"sys.exit(cli.main(['demo', *{flags}]))\n"
     )
     with open("/dev/full", "w") as full:

@@ -10,12 +10,12 @@ import pytest
 from cem_jax import cli
 
 SCRIPT = """
-import sys, types, cem_jax.cli as cli
+import sys, cem_jax.cli as cli, cem_jax.commands.demo as demo
 def run(args):
     print("progress", file=sys.stderr, flush=True)
     open(sys.argv[1], "w").write("done")
     return {"step": 3}
-sys.modules["cem_jax.commands.demo"] = types.SimpleNamespace(run=run)
+demo.run = run
 sys.exit(cli.main(["demo", "--json"]))
 """
 
@@ -62,12 +62,12 @@ def test_a_closed_standard_output_takes_nothing_and_hurts_no_file(tmp_path):
 
 
 def test_an_interrupted_import_is_an_interruption(monkeypatch, capsys):
-    def run(name):
+    def run(args):
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
             raise ImportError("initialization failed") from None
 
-    monkeypatch.setattr(cli.importlib, "import_module", run)
+    monkeypatch.setattr("cem_jax.commands.demo.run", run)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err == "cem: error: interrupted\n"

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import random
-from argparse import Namespace
 from pathlib import Path
 
 import jax
@@ -90,12 +89,3 @@ def write_run(
             }
             checkpoints.save(step, state, extra)
     return workdir
-
-
-def arguments(workdir: Path, **given) -> Namespace:
-    """What the command line would give to eval and generate."""
-    defaults = dict(
-        step=None, split=None, batch=None, attention_steps=None, mlp_steps=None, json=True,
-        prompt="", max_tokens=8, temperature=0.0, top_k=None, top_p=None, seed=0,
-    )  # fmt: skip
-    return Namespace(workdir=str(workdir), **(defaults | given))

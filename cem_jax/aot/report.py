@@ -1,7 +1,12 @@
-"""The tables of `cem compile`."""
+"""What is said of a compiled training step: the numbers, and their tables."""
 
 from typing import Any
 
+from cem_jax.aot.collectives import totals
+from cem_jax.aot.roofline import estimate
+from cem_jax.aot.step import Compiled
+from cem_jax.aot.topology import Topology
+from cem_jax.config import Config
 from cem_jax.text import aligned, format_mb, format_mib
 
 _PARTS = {
@@ -14,6 +19,32 @@ _PARTS = {
     "total": "total",
     "capacity": "capacity",
 }
+
+
+def described(config: Config, topology: Topology, compiled: Compiled) -> dict[str, Any]:
+    """What `cem compile --json` prints. Bytes are of one device, FLOPs of all unless they say."""
+    found = compiled.collectives
+    return {
+        "fits": compiled.fits,
+        "topology": topology.name,
+        "device": topology.kind,
+        "devices": len(topology.devices),
+        "mesh": dict(compiled.mesh.shape),
+        "memory": compiled.memory,
+        **estimate(config, topology, compiled),
+        "bytes": compiled.bytes,
+        "collectives": None if found is None else totals(found),
+        "collectives_by_axes": None if found is None else by_axes(found),
+        "loops_not_read": compiled.unread_loops,
+        "xla_cost_analysis": compiled.xla,
+        "compile_seconds": compiled.seconds,
+    }
+
+
+def by_axes(found: list) -> dict[str, dict[str, Any]]:
+    """Totals of the collectives over each set of mesh axes."""
+    names = dict.fromkeys(one.axes for one in found)
+    return {name: totals(one for one in found if one.axes == name) for name in names}
 
 
 def rendered(found: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ The corpus is the Python standard library's own sources. Each stage leaves its r
 directory and is skipped when it is there, so running the demo again resumes it.
 """
 
+import argparse
 import gzip
 import hashlib
 import lzma
@@ -11,52 +12,68 @@ import shutil
 import sys
 import sysconfig
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
 
-import cem_jax
-from cem_jax.commands.generate import generate_text
-from cem_jax.config import load_config
-from cem_jax.data.corpus import prepare
-from cem_jax.data.corpus.tokenizer_training import train_tokenizer
+from cem_jax.commands.arguments import local_path
+from cem_jax.commands.prepare import print_splits
 from cem_jax.errors import UserError
-from cem_jax.model import pure
-from cem_jax.runs.curve import draw_loss_curve
-from cem_jax.runs.metrics import read_metrics
-from cem_jax.runs.run import Run
-from cem_jax.runs.training import train
-from cem_jax.text import aligned
 
-CONFIG = "configs/quickstart.py"
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.py"
 HELD_OUT = 16  # one file in so many is never trained on
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 PROMPT = "def read_lines(path):\n"
 
 
-def run(args: Namespace) -> dict:
+def add(commands: Any) -> None:
+    command = commands.add_parser(
+        "demo", help="what `make demo` runs: from text to samples in minutes"
+    )
+    command.add_argument("--workdir", type=local_path, default="runs/demo", metavar="DIR")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> dict:
     """All stages; prints the final table and returns its numbers."""
+    from cem_jax.config import load_config
+    from cem_jax.model import pure
+    from cem_jax.runs.curve import draw_loss_curve
+    from cem_jax.runs.generation import generate_text
+    from cem_jax.runs.run import Run
+    from cem_jax.runs.training import train
+
     started = time.monotonic()
     workdir = Path(args.workdir)
     out = sys.stderr if args.json else sys.stdout
-    config_file = Path(cem_jax.__file__).parents[1] / CONFIG
-    if not config_file.exists():
-        raise UserError(f"{config_file}: not found; run the demo from a checkout of the project")
-    corpus, dataset = workdir / "corpus", workdir / "dataset"
-    model = workdir / "demo-tokenizer.model"
-    vocab_size = load_config(str(config_file)).model.vocab_size
-    _stage(corpus, "corpus", lambda: copy_corpus(standard_library(), corpus), out)
-    _stage(model, "tokenizer", lambda: _train_tokenizer(corpus, model, vocab_size, args.json), out)
-    _stage(dataset, "dataset", lambda: _prepare(corpus, model, dataset, args.json), out)
-    config = load_config(str(config_file), [("data.path", str(dataset))])
+    if not CONFIG.exists():
+        raise UserError(f"{CONFIG}: not found; run the demo from a checkout of the project")
+    vocab_size = load_config(str(CONFIG)).model.vocab_size
+    dataset = make_dataset(workdir, vocab_size, out)
+    config = load_config(str(CONFIG), [("data.path", str(dataset))])
     result = train(config, workdir)
     draw_loss_curve(workdir, workdir / "loss.png")
     sample = generate_text(Run.open(str(workdir)), PROMPT, max_tokens=96, temperature=0.7, seed=1)
     (workdir / "sample.txt").write_text(PROMPT + sample)
-    numbers = summary(workdir, corpus / "validation", pure.count(config.model))
+    numbers = summary(workdir, workdir / "corpus" / "validation", pure.count(config.model))
     numbers |= {"step": result["step"], "seconds": time.monotonic() - started}
     _print_table(numbers, workdir, PROMPT + sample, out)
     return numbers
+
+
+def make_dataset(workdir: Path, vocab_size: int, out: TextIO) -> Path:
+    """Make corpus, tokenizer and dataset in `workdir`, as far as they are missing."""
+    from cem_jax.data.corpus.prepare import prepare
+    from cem_jax.data.corpus.tokenizer_training import train_tokenizer
+
+    corpus, dataset = workdir / "corpus", workdir / "dataset"
+    model = workdir / "demo-tokenizer.model"
+    learn = lambda: train_tokenizer([str(corpus)], model, vocab_size, out=out)
+    encode = lambda: print_splits(prepare([str(corpus)], model, dataset, workers=2), out)
+    _stage(corpus, "corpus", lambda: copy_corpus(standard_library(), corpus), out)
+    _stage(model, "tokenizer", learn, out)
+    _stage(dataset, "dataset", encode, out)
+    return dataset
 
 
 def standard_library() -> Path:
@@ -106,6 +123,8 @@ def compressed_sizes(files: list[bytes]) -> dict[str, int]:
 
 def summary(workdir: Path, held_out: Path, parameters: int) -> dict:
     """The numbers of the final table."""
+    from cem_jax.runs.metrics import read_metrics
+
     lines = read_metrics(workdir)
     final = [line for line in lines if line["kind"] == "eval"][-1]
     trained = [line for line in lines if line["kind"] == "train"]
@@ -134,30 +153,9 @@ def _stage(result: Path, name: str, make: Callable[[], object], out) -> None:
     print(f"{name}: {result} made in {time.monotonic() - began:.0f} s", file=out)
 
 
-def _train_tokenizer(corpus: Path, model: Path, vocab_size: int, json: bool) -> None:
-    out = sys.stderr if json else sys.stdout
-    train_tokenizer([str(corpus)], model, vocab_size, out=out)
-
-
-def _prepare(corpus: Path, model: Path, dataset: Path, json: bool) -> None:
-    prepare.run(
-        Namespace(
-            input=[str(corpus)],
-            tokenizer=str(model),
-            output=str(dataset),
-            text_column="text",
-            source_field=None,
-            separator="bos",
-            workers=2,
-            skip_bad_files=False,
-            validation_fraction=None,
-            check=None,
-            json=json,
-        )
-    )
-
-
 def _print_table(numbers: dict, workdir: Path, sample: str, out) -> None:
+    from cem_jax.text import aligned
+
     speed = numbers["tokens_per_second"]
     rows = [
         ("held-out loss", f"{numbers['loss']:.4f} nats a token"),

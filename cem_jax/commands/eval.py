@@ -2,89 +2,40 @@
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 from typing import Any, TextIO
 
-import jax
+from cem_jax.commands.arguments import COUNT, add_recursion, add_step, add_workdir, text
 
-from cem_jax.config import Config
-from cem_jax.data.dataset.mixture import Mixture
-from cem_jax.errors import UserError
-from cem_jax.runs.run import Run
-from cem_jax.text import Pace, ProgressLine, format_count, format_duration
-from cem_jax.train.evaluator import Evaluator
-from cem_jax.train.setup import open_data
 
-_TOKENS_CPU, _TOKENS = 1 << 11, 1 << 15  # of a batch; on CPU, what its caches hold is fastest
+def add(commands: Any) -> None:
+    command = commands.add_parser("eval", help="loss, perplexity and bits per byte of a split")
+    add_workdir(command)
+    command.add_argument("--split", type=text, metavar="NAME", help="default: eval.split")
+    command.add_argument("--batch", type=COUNT, metavar="N", help="windows at a time")
+    add_step(command)
+    add_recursion(command)
+    command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Evaluate a checkpoint on a split of the data that its run was configured with.
+    """Print what is measured and return it. Raises what `evaluate` raises."""
+    from cem_jax.runs.evaluation import evaluate
 
-    Raises UserError, before any work, for a run, checkpoint, split or dataset that does not exist
-    or does not fit: a tokenizer other than the run's is refused.
-    """
-    run = Run.open(args.workdir)
-    config, tokenizer = run.config, run.tokenizer()
-    mixture = _open(run)
-    for dataset in mixture.sources:
-        dataset.require_tokenizer(tokenizer.hash, f"the run in {run.workdir}")
-    split = args.split or config.eval.split
-    batch = args.batch or default_batch(config, mixture, split)
-    evaluator = Evaluator(
-        config,
-        mixture,
-        split,
-        batch=batch,
+    result = evaluate(
+        args.workdir,
+        step=args.step,
+        split=args.split,
+        batch=args.batch,
         attention_steps=args.attention_steps,
         mlp_steps=args.mlp_steps,
     )
-    parameters, step = run.parameters(args.step)
-    began = time.monotonic()
-    result = evaluator(parameters, _reporter(evaluator.batches(), batch * config.data.context))
-    result |= {"step": step, "split": split, "seconds": time.monotonic() - began}
     _print(result, sys.stderr if args.json else sys.stdout)
     return result
 
 
-def default_batch(config: Config, mixture: Mixture, split: str) -> int:
-    """Windows at a time: what suits the device, but no more than the split has."""
-    tokens = _TOKENS_CPU if jax.default_backend() == "cpu" else _TOKENS
-    context = config.data.context
-    windows = max(-(-(part.split(split).tokens - 1) // context) for part in mixture.parts(split))
-    return max(1, min(tokens // context, windows))
-
-
-def _open(run: Run) -> Mixture:
-    try:
-        return open_data(run.config)
-    except UserError as error:
-        hint = (
-            f"(the data is what {run.workdir / 'config.json'} names in data.path or data.mixture)"
-        )
-        raise UserError(*error.messages, hint) from None
-
-
-def _reporter(total: int, tokens: int) -> Callable[[int], None]:
-    """What the evaluator tells how many of its batches, of so many tokens, are done."""
-    line, pace = ProgressLine(sys.stderr), Pace(total)
-
-    def report(done: int) -> None:
-        speed = pace.per_second(done)  # since the first batch, which compiles
-        if line.is_due():
-            parts = [f"batch {done}/{total}"]
-            if speed is not None:
-                parts.append(f"{format_count(speed * tokens)} tok/s")
-                parts.append(f"ETA {format_duration(pace.seconds_left(done))}")
-            line.show(*parts)
-        if done == total:
-            line.clear()
-
-    return report
-
-
 def _print(result: dict[str, Any], out: TextIO) -> None:
+    from cem_jax.text import format_count, format_duration
+
     sources = result.get("sources", {})
     for name, values in {**sources, f"{result['split']}, step {result['step']}": result}.items():
         bits = values["bits_per_byte"]

@@ -9,13 +9,11 @@ import math
 import numbers
 import os
 import types
-from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 _LARGEST_INTEGER = 2**63 - 1
-_FLAG = "--config."
 _TRUE = ("true", "1")
 _FALSE = ("false", "0")
 
@@ -112,31 +110,6 @@ def parse(text: str, annotation: Any) -> Any:
     except ValueError:
         raise ValueError(f"expected {describe(annotation)}, got {text!r}") from None
     return coerce(value, annotation)
-
-
-def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], list[str]]:
-    """Separate `--config.a.b=value` and `--config.a.b value` from a command's other arguments.
-
-    Returns the other arguments, the (dotted name, text) pairs in order, and problems.
-    """
-    rest: list[str] = []
-    pairs: list[tuple[str, str]] = []
-    problems: list[str] = []
-    queue = list(arguments)
-    while queue:
-        argument = queue.pop(0)
-        if not argument.startswith(_FLAG):
-            rest.append(argument)
-        elif argument.partition("=")[0] == _FLAG:
-            problems.append(f"{argument}: names no field; expected {_FLAG}FIELD=VALUE")
-        elif "=" in argument:
-            name, _, text = argument[len(_FLAG) :].partition("=")
-            pairs.append((name, text))
-        elif queue and not queue[0].startswith("--"):
-            pairs.append((argument[len(_FLAG) :], queue.pop(0)))
-        else:
-            problems.append(f"{argument}: needs a value: {argument}=VALUE")
-    return rest, pairs, problems
 
 
 def _strip(annotation: Any) -> tuple[Any, bool]:

@@ -1,4 +1,4 @@
-"""`cem train`: from the first batch, or the newest checkpoint, to the last one.
+"""Training: from the first batch, or the newest checkpoint, to the last one.
 
 What is checked, restored and written around the loop (`stepping`). With several processes all run
 this in step; the first one alone writes and reports.
@@ -12,9 +12,9 @@ from typing import Any
 
 from etils import epath
 
-from cem_jax.config import Config, load_config
+from cem_jax.config import Config
 from cem_jax.distributed import session
-from cem_jax.distributed.cluster import find_cluster
+from cem_jax.distributed.cluster import Cluster
 from cem_jax.errors import UserError
 from cem_jax.runs.checkpoint import Checkpointer
 from cem_jax.runs.directory import (
@@ -42,17 +42,21 @@ from cem_jax.train.setup import Setup, fresh_state, prepare_run
 from cem_jax.train.step import TrainState
 
 
-def run(args) -> dict[str, Any] | None:
-    """`cem train`. None in all processes but the first."""
-    config = load_config(args.config, args.overrides)
-    cluster = find_cluster(args.coordinator, args.processes, args.process)
+def train_in_processes(
+    config: Config,
+    workdir: str | os.PathLike[str],
+    cluster: Cluster | None,
+    *,
+    init_from: str | None = None,
+) -> dict[str, Any] | None:
+    """Call `train` in each of the `cluster`'s processes; returns None in all but the first."""
     say = lambda line: print(f"cem: {line}", file=_stderr(), flush=True)
     # Heard while the processes meet, too: as process 1 of a container, nothing else would end it.
     with (
         watched(Stop(config.checkpoint.grace_seconds, session.leave, say)) as stop,
         session.joined(cluster, config.train.stall_minutes),
     ):
-        result = train(config, args.workdir, init_from=args.init_from, stop=stop)
+        result = train(config, workdir, init_from=init_from, stop=stop)
         return result if session.is_first() else None
 
 

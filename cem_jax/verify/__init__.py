@@ -1,4 +1,4 @@
-"""`cem verify`: is every layer update the gradient of its energy, and every shortcut exact?
+"""Verification: is every layer update the gradient of its energy, and every shortcut exact?
 
 The config's own layer, its switches at a small random size, and random switches are compared with
 `plain`, an implementation straight from the equations, in float64, float32 and bfloat16.
@@ -13,12 +13,11 @@ The config's own layer, its switches at a small random size, and random switches
     report   the table
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cem_jax.config import Config, load_config
+from cem_jax.config import Config
 from cem_jax.verify import report
 from cem_jax.verify.case import Case, config_case, random_case, small_case
 from cem_jax.verify.descent import Fact, facts, theorem_rows
@@ -30,16 +29,11 @@ from cem_jax.verify.whole import whole_rows
 Stage = tuple[str, Callable[[], Iterable[Row]]]
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Verify the configuration and print the table; `passed` is False if a row fails.
-
-    Raises UserError on a faulty configuration.
-    """
-    return verify(load_config(args.config, args.overrides))
-
-
 def verify(config: Config) -> dict[str, Any]:
-    """`passed`, `rows`, and `descent`: what is provable of the config's own layers."""
+    """Print the table of checks and return `passed`, `rows`, and `descent`.
+
+    `descent` is what is provable of the config's own layers.
+    """
     known: list[Fact] = []
     sections = list(_sections(config, known))
     progress = report.Progress(sum(len(stages) for _, _, stages in sections))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cem_jax.config.values import Range, coerce, parse, split_flags
+from cem_jax.config.values import Range, coerce, parse
 
 Count = Annotated[int, Range(low=1)]
 Choice = Literal["silu", "gelu"]
@@ -159,21 +159,3 @@ def test_any_text_is_a_value_or_a_reason(text):
             parse(text, annotation)
         except ValueError as error:
             assert str(error)
-
-
-def test_split_flags():
-    rest, pairs, problems = split_flags(
-        ["train", "--config", "c.py", "--config.a=1", "--config.b.c", "-2", "--config.d=", "x"]
-    )
-    assert rest == ["train", "--config", "c.py", "x"]
-    assert pairs == [("a", "1"), ("b.c", "-2"), ("d", "")]
-    assert problems == []
-
-
-@pytest.mark.parametrize("after", [[], ["--json"], ["--config.b=1"]])
-def test_a_bare_flag_is_not_true(after):
-    _, pairs, problems = split_flags(["--config.model.scan_layers", *after])
-    assert "model.scan_layers" not in dict(pairs)
-    assert problems == [
-        "--config.model.scan_layers: needs a value: --config.model.scan_layers=VALUE"
-    ]

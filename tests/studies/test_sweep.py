@@ -172,7 +172,7 @@ def test_needs_a_sweep():
 
 def test_arguments_reach_the_sweep(monkeypatch, tmp_path):
     seen = {}
-    monkeypatch.setattr(sweep, "run", lambda args: seen.update(vars(args)) or {})
+    monkeypatch.setattr("cem_jax.commands.sweep.run", lambda args: seen.update(vars(args)) or {})
     argv = ["sweep", "--config", "a.py", "b.py:mini", "--workdir", "w", "--seeds", "3"]
     assert main([*argv, "--config.data.path=d"]) == 0
     args = Namespace(**seen)

@@ -1,13 +1,12 @@
-"""`cem prepare`: a corpus and a tokenizer in, a dataset directory (see store.py) out."""
+"""Prepare a dataset: a corpus and a tokenizer in, a dataset directory (see store.py) out."""
 
-import argparse
 import hashlib
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from cem_jax.data.corpus.compression import BadFile
 from cem_jax.data.corpus.encoding import Batch, Encoder, encode_all
@@ -18,12 +17,10 @@ from cem_jax.data.corpus.rerun import INPUT_FILES, require_made_by, was_made
 from cem_jax.data.corpus.shards import SHARD_TOKENS, Stream, StreamWriters
 from cem_jax.data.corpus.tally import Accounts, Counts
 from cem_jax.data.corpus.workspace import Workplace, require_free, workplace
-from cem_jax.data.dataset.checks import check_dataset
 from cem_jax.data.dataset.store import DESCRIPTION, FORMAT, MODEL, description_bytes, token_dtype
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.storage.durable import write_durably
-from cem_jax.text import aligned
 
 VALIDATION_FRACTION = 0.01
 _BATCH_BYTES = 1 << 20
@@ -31,39 +28,6 @@ _BATCH_RECORDS = 4096
 _SMALL_CORPUS = 8 << 20  # bytes as stored below which starting workers costs more than it saves
 _KEEP_SECONDS = 5.0  # between the points that a killed run goes on from
 _SPLIT_ORDER = ("train", "validation", "test")
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """`cem prepare`, or `cem prepare --check DIR`; the JSON object of the command."""
-    out = sys.stderr if args.json else sys.stdout
-    if args.check is not None:
-        description = check_dataset(args.check)
-        result = _totals(description) | {"output": str(args.check)}
-        print(f"{args.check}: every checksum, id and count agrees", file=out)
-        _print_table(result, out)
-        return result
-    fraction = args.validation_fraction
-    again = was_made(args.output)
-    result = prepare(
-        args.input,
-        args.tokenizer,
-        args.output,
-        column=args.text_column,
-        source_field=args.source_field,
-        separator=args.separator,
-        workers=args.workers,
-        skip_bad_files=args.skip_bad_files,
-        validation_fraction=VALIDATION_FRACTION if fraction is None else fraction,
-    )
-    if again:
-        print(
-            f"finished: {args.output} has {result['tokens']:,} tokens of {result['documents']:,} "
-            f"documents; `cem prepare --check {args.output}` verifies it",
-            file=out,
-        )
-    else:
-        _print_table(result, out)
-    return result
 
 
 def prepare(
@@ -113,7 +77,7 @@ def prepare(
     }
     if was_made(output):
         description = require_made_by(output, command, skip_bad_files)
-        return _totals(description) | _places_unknown(description) | {"output": str(output)}
+        return totals(description) | _places_unknown(description) | {"output": str(output)}
     accounts = Accounts(found.files, fields, skip_bad_files)
     with workplace(output, command) as work:
         try:
@@ -127,7 +91,7 @@ def prepare(
         write_durably(work.path / DESCRIPTION, description_bytes(description))
     for warning in _missing_splits(description, found, by_hash and validation_fraction):
         print(f"cem: warning: {warning}", file=sys.stderr)
-    return _totals(description) | accounts.report(found.ignored) | {"output": str(output)}
+    return totals(description) | accounts.report(found.ignored) | {"output": str(output)}
 
 
 def _missing_splits(
@@ -309,7 +273,8 @@ def _describe(
     }
 
 
-def _totals(description: dict[str, Any]) -> dict[str, Any]:
+def totals(description: dict[str, Any]) -> dict[str, Any]:
+    """Return counts over all splits of a dataset.json, and some of its own entries."""
     splits = description["splits"].values()
     totals = {key: sum(s[key] for s in splits) for key in ("documents", "tokens", "bytes")}
     return totals | {
@@ -324,17 +289,6 @@ def _places_unknown(description: dict[str, Any]) -> dict[str, Any]:
         "cases": None if has_cases else [],
         "bad_files": None if description["bad_files"] else [],
     }
-
-
-def _print_table(result: dict[str, Any], out: TextIO) -> None:
-    rows = [("split", "documents", "tokens", "bytes", "bytes/token")]
-    for split, totals in result["splits"].items():
-        parts = totals["sources"].items()
-        named = [] if list(totals["sources"]) == ["all"] else parts
-        for name, s in [(split, totals), *((f"  {source}", counts) for source, counts in named)]:
-            counts = (f"{s[key]:,}" for key in ("documents", "tokens", "bytes"))
-            rows.append((name, *counts, f"{s['bytes'] / s['tokens']:.2f}"))
-    print(aligned(rows, "<>>>>"), file=out)
 
 
 def _note(text: str) -> None:

@@ -1,6 +1,5 @@
 """Training SentencePiece models so that code and text round-trip exactly."""
 
-import argparse
 import contextlib
 import io
 import os
@@ -26,19 +25,6 @@ _CHUNK_CHARS = 2000
 # The trainer drops every sentence that holds one of its own marks, and NUL cannot be in a piece.
 # Text is cut there instead; byte fallback still encodes them, a tab as one token.
 _CUTS = re.compile("[\t\0\u2581\u2585]+")
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """`cem tokenizer`; the JSON object of the command."""
-    return train_tokenizer(
-        args.input,
-        args.output,
-        args.vocab_size,
-        column=args.text_column,
-        model_type=args.model_type,
-        sample_bytes=args.sample_mb * 1_000_000,
-        out=sys.stderr if args.json else sys.stdout,
-    )
 
 
 def train_tokenizer(

@@ -1,4 +1,4 @@
-"""`cem report`: figures from the runs that are there, as pictures, tables and one page.
+"""Reports: figures from the runs that are there, as pictures, tables and one page.
 
 Reads a sweep's directory, or one of rows that `cem sweep --results` kept. Writes a PNG and CSV of
 each figure, and index.html, which holds them all; and removes those that an earlier report wrote in
@@ -6,10 +6,9 @@ the same place and this one has not.
 """
 
 import sys
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from etils import epath
 
@@ -32,39 +31,58 @@ PAPER = BASE.parent / "paper"
 _PAGE = "index.html"
 
 
-def run(args: Namespace) -> dict[str, Any]:
-    """{runs: the lines of all tables, best_rates, differences, missing, unplaced, files}.
+def report(
+    workdir: str,
+    output: str | None = None,
+    *,
+    files: Sequence[str] = (),
+    size: str | None = None,
+    overrides: Sequence[tuple[str, str]] = (),
+    out: TextIO = sys.stdout,
+) -> dict[str, Any]:
+    """Write a report on a sweep's directory, and its summary to `out`.
 
-    Missing runs are no error. Raises UserError, before anything is written, for a directory without
-    rows and without energies, or with rows of which none stands in a figure; for a figure's file
-    with a mistake in it; and for an output that is no directory, or has a page of somebody else's.
+    Args:
+      workdir: the sweep's directory, or one of rows that `cem sweep --results` kept.
+      output: a local directory; None: `workdir`/report.
+      files: of the figures; none: all of configs/paper, in miniature if there are such rows.
+      size: of the models; None: what `files` say, or what there are rows of.
+      overrides: (dotted field, text) pairs that the sweep set for all runs.
+
+    Returns:
+      {runs: the lines of all tables, best_rates, differences, missing, unplaced, files}. Missing
+      runs are no error.
+
+    Raises:
+      UserError: before anything is written, for a directory without rows and without energies, or
+        with rows of which none is in a figure; for a figure's file with a mistake in it; and for an
+        output that is no directory, or has a page of somebody else's.
     """
-    workdir = place(args.workdir)
-    if is_url(workdir) and not args.output:
-        raise UserError(f"--output: needed, a local directory, since --workdir {workdir} is a URL")
-    if not workdir.is_dir():
-        raise UserError(f"--workdir {workdir}: no such directory; `cem sweep` makes one")
-    rows, energies = list(read_rows(workdir).values()), energy_lines(workdir)
+    folder = place(workdir)
+    if is_url(folder) and not output:
+        raise UserError(f"--output: needed, a local directory, since --workdir {folder} is a URL")
+    if not folder.is_dir():
+        raise UserError(f"--workdir {folder}: no such directory; `cem sweep` makes one")
+    rows, energies = list(read_rows(folder).values()), energy_lines(folder)
     if not rows and not energies:
-        raise UserError(f"--workdir {workdir}: no finished run in it, and no energies to draw")
-    sweeps = _sweeps(args, {row["size"] for row in rows}) if rows else []
-    sections = [Section(sweep, points_of(sweep, rows, args.overrides)) for sweep in sweeps]
+        raise UserError(f"--workdir {folder}: no finished run in it, and no energies to draw")
+    sweeps = _sweeps(files, size, {row["size"] for row in rows}) if rows else []
+    sections = [Section(sweep, points_of(sweep, rows, overrides)) for sweep in sweeps]
     placed = {row["run"] for section in sections for p in section.points for row in p.rows}
     others = [row for row in rows if row["run"] not in placed]
-    strays = unplaced(sweeps, others, args.overrides) if others else []
+    strays = unplaced(sweeps, others, overrides) if others else []
     if not energies and not placed:
         raise UserError(
-            f"--workdir {workdir}: none of its runs stands in a figure as asked for",
+            f"--workdir {folder}: none of its runs stands in a figure as asked for",
             *map(str, strays),
         )
-    output = Path(args.output) if args.output else Path(workdir) / "report"
-    _require_own(output / _PAGE)
-    with writing(epath.Path(output)):
-        files = _Written(output, f"Runs in {workdir.name or workdir}").all(
+    target = Path(output) if output else Path(folder) / "report"
+    _require_own(target / _PAGE)
+    with writing(epath.Path(target)):
+        written = _Written(target, f"Runs in {folder.name or folder}").all(
             sections, strays, energies, sorted({row["dataset"] for row in rows})
         )
-    out = sys.stderr if args.json else sys.stdout
-    print(*summary(sections, strays), output / _PAGE, sep="\n", file=out)
+    print(*summary(sections, strays), target / _PAGE, sep="\n", file=out)
     begun = [section for section in sections if section.begun]
     return {
         "runs": [line for section in begun for line in section.lines],
@@ -72,7 +90,7 @@ def run(args: Namespace) -> dict[str, Any]:
         "differences": [pair for section in begun for pair in section.differences],
         "missing": [name for section in sections for name in section.missing],
         "unplaced": [group.json() for group in strays],
-        "files": files,
+        "files": written,
     }
 
 
@@ -85,14 +103,14 @@ def _require_own(page: Path) -> None:
         )
 
 
-def _sweeps(args: Namespace, sizes: set[str]) -> list[Sweep]:
-    """Those of --config; otherwise all of configs/paper, in miniature if there are such rows."""
-    if args.config:
-        return [read_sweep(path, args.size) for path in args.config]
+def _sweeps(chosen: Sequence[str], size: str | None, sizes: set[str]) -> list[Sweep]:
+    """The `chosen` figures; otherwise all of configs/paper, in miniature if there are such rows."""
+    if chosen:
+        return [read_sweep(path, size) for path in chosen]
     files = [*sorted(PAPER.glob("fig*.py")), *sorted(PAPER.glob("ours_*.py"))]
     found = (["mini"] if "mini" in sizes else []) + (["paper"] if sizes - {"mini"} else [])
-    wanted = [args.size] if args.size else found
-    return [read_sweep(str(file), size) for size in wanted for file in files]
+    wanted = [size] if size else found
+    return [read_sweep(str(file), one) for one in wanted for file in files]
 
 
 class _Written:

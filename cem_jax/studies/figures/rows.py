@@ -9,7 +9,6 @@ import io
 import json
 import math
 import os
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from numbers import Real
@@ -18,9 +17,9 @@ from typing import Any
 import jax
 from etils import epath
 
-from cem_jax.commands import eval
 from cem_jax.errors import UserError
 from cem_jax.model import pure
+from cem_jax.runs.evaluation import evaluate
 from cem_jax.runs.metrics import read_metrics
 from cem_jax.storage.paths import write_whole
 from cem_jax.studies.figures.grid import Run
@@ -151,5 +150,4 @@ def _last_validation(lines: list[dict[str, Any]], step: int) -> dict[str, Any] |
 
 
 def _evaluate(workdir: epath.Path, steps: int | None = None) -> dict[str, Any]:
-    arguments = dict(attention_steps=steps, mlp_steps=steps, step=None, batch=None, json=True)
-    return eval.run(Namespace(workdir=str(workdir), split=SPLIT, **arguments))
+    return evaluate(workdir, split=SPLIT, attention_steps=steps, mlp_steps=steps)

@@ -1,4 +1,4 @@
-"""`cem sweep`: the runs of figures, one after the other, or as commands for a job array.
+"""Sweeps: the runs of figures, one after the other, or as commands for a job array.
 
 A run's directory is WORKDIR/<run>. Finished runs are skipped, broken ones resumed; one that fails
 is reported and the others go on. WORKDIR/table.json and table.csv say where all of them stand.
@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 import traceback
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from etils import epath
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.runs.training import train
 from cem_jax.storage.paths import place
-from cem_jax.studies.figures.grid import Run, flag, read_sweep, runs_of
+from cem_jax.studies.figures.grid import Run, flag
 from cem_jax.studies.figures.rows import SPLIT, measure, read_rows, write_csv, write_json
 from cem_jax.text import format_duration
 from cem_jax.train.flops import training_flops_per_token
@@ -43,24 +42,21 @@ COLUMNS = (
 )
 
 
-def run(args: Namespace) -> dict[str, Any]:
-    """{runs: the table, passed: whether no run failed}, or {commands} with --print-commands.
+def sweep(runs: Sequence[Run], workdir: str, results: str | None = None) -> dict[str, Any]:
+    """Train and measure all runs that are not finished, in WORKDIR/<run>.
 
-    Raises UserError, before anything runs, for what is wrong with a figure, a flag or the data.
+    Returns {runs: the table, passed: whether no run failed}. Raises UserError, before anything
+    runs, for data that does not fit the runs, and for finished runs on another dataset.
     """
-    sweeps = [read_sweep(path, args.size) for path in args.config]
-    runs = runs_of(sweeps, range(args.seeds), args.overrides)
-    workdir = place(args.workdir)
-    results = place(args.results) if args.results else None
-    if args.print_commands:
-        done = _finished(runs, workdir, results)
-        commands = [command(run, args.workdir) for run in runs if run.name not in done]
-        if not args.json:
-            print(*commands, sep="\n")
-        return {"commands": commands}
-    grid = _Grid(runs, workdir, results, _dataset(runs))
+    grid = _Grid(runs, place(workdir), place(results) if results else None, _dataset(runs))
     grid.run()
     return {"passed": not grid.failed, "runs": grid.table()}
+
+
+def commands(runs: Sequence[Run], workdir: str, results: str | None = None) -> list[str]:
+    """Return the `cem train` commands of the runs that are not finished, for a shell."""
+    done = _finished(runs, place(workdir), place(results) if results else None)
+    return [command(run, workdir) for run in runs if run.name not in done]
 
 
 def command(run: Run, workdir: str) -> str:

@@ -1,11 +1,10 @@
-"""`cem synthetic`: regression of functions drawn from Gaussian processes (Table 3).
+"""A study of regression of functions drawn from Gaussian processes (Table 3).
 
 The work directory gets a JSON file for each kernel as soon as it is finished, which the same
 command again takes over; at the end table.json and table.png.
 """
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from cem_jax.errors import UserError
 from cem_jax.studies.figures.rows import write_json
 from cem_jax.studies.synthetic.data import KERNELS, Data, describe, make_data
 from cem_jax.studies.synthetic.models import MODELS, sizes
-from cem_jax.studies.synthetic.report import draw, rendered
 from cem_jax.studies.synthetic.training import BATCH, PEAK, fit
 from cem_jax.text import ProgressLine, format_duration
 
@@ -34,21 +32,6 @@ class Settings(NamedTuple):
         """All that a kernel's results depend on."""
         training = {"batch": BATCH, "learning_rate": PEAK}
         return self._asdict() | training | {"kernel": describe(kernel)}
-
-
-def run(args: Any) -> dict[str, Any]:
-    """`cem synthetic`. Raises UserError when the work directory holds another study."""
-    models = {name: sizes(model) for name, model in MODELS.items()}
-    if args.dry_run:
-        print(rendered(models, {}))
-        return {"models": models}
-    settings = Settings(args.seeds, args.steps, args.points)
-    kernels = study(Path(args.workdir), args.kernels or list(KERNELS), settings, sys.stderr)
-    result = {"models": models, "settings": settings._asdict(), "kernels": kernels}
-    write_json(Path(args.workdir) / "table.json", result)
-    draw(kernels, Path(args.workdir) / "table.png")
-    print(rendered(models, kernels))
-    return result
 
 
 def study(

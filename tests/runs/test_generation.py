@@ -8,13 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import CONTEXT, arguments, tiny_config, tiny_parameters, tiny_tokenizer, write_run
+from tiny_run import CONTEXT, tiny_config, tiny_parameters, tiny_tokenizer, write_run
 
 from cem_jax.cli import main
-from cem_jax.commands import generate
-from cem_jax.commands.generate import Generator, Sampling, TextStream, generate_text, sample
 from cem_jax.errors import UserError
 from cem_jax.model import pure
+from cem_jax.runs.generation import (
+    Generator,
+    Sampling,
+    TextStream,
+    generate_text,
+    prompt_ids,
+    sample,
+)
 from cem_jax.runs.run import Run
 
 GREEDY = Sampling(temperature=0.0)
@@ -75,7 +81,7 @@ def test_greedy_with_the_cache_equals_recomputing_everything(tokenizer, model, s
         model = dict(mlp_preconditioner="none", mlp_steps=1) | model
     config = tiny_config(model=model)
     parameters = tiny_parameters(config)
-    ids = generate.prompt_ids(config, tokenizer, "abc de")
+    ids = prompt_ids(config, tokenizer, "abc de")
     count = CONTEXT + 1 - len(ids)
     tokens = Generator(config, parameters, tokenizer, **steps)._tokens(ids, count, GREEDY)
     assert list(tokens) == recomputed(config, parameters, ids, count, **steps)
@@ -189,7 +195,7 @@ def test_text_cut_within_a_character(tokenizer):
 
 
 def test_the_text_is_that_of_the_ids(generator, tokenizer):
-    ids = generate.prompt_ids(tiny_config(), tokenizer, "ab")
+    ids = prompt_ids(tiny_config(), tokenizer, "ab")
     tokens = list(generator._tokens(ids, 10, Sampling(seed=3)))
     written = []
     result = generator("ab", 10, Sampling(seed=3), written.append)
@@ -198,9 +204,11 @@ def test_the_text_is_that_of_the_ids(generator, tokenizer):
 
 
 def test_text_streams_to_standard_output(run_directory, capsys):
-    result = generate.run(arguments(run_directory, prompt="ab", json=False))
+    flags = ["--prompt", "ab", "--max-tokens", "8", "--temperature", "0"]
+    assert main(["generate", "--workdir", str(run_directory), *flags]) == 0
     printed = capsys.readouterr()
-    assert printed.out == result["text"] + "\n"
+    text = generate_text(Run.open(run_directory), "ab", max_tokens=8, temperature=0)
+    assert printed.out == text + "\n"
     assert "step 4" in printed.err
 
 

@@ -1,6 +1,5 @@
 """`cem inspect`: its figures against the configuration, its table, its errors."""
 
-import argparse
 import functools
 import json
 import math
@@ -11,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from cem_jax import cli
-from cem_jax.commands import inspect
+from cem_jax.aot.summary import cache_bytes_per_token, memory, notes, summarise, training
+from cem_jax.commands.inspect import rendered
 from cem_jax.config import load_config
 from cem_jax.model import pure
 
@@ -34,11 +34,11 @@ def small(**overrides):
 
 @functools.cache
 def summary(**overrides):
-    return inspect.summarise(small(**overrides))
+    return summarise(small(**overrides))
 
 
 def test_the_86m_models():
-    found = inspect.summarise(load_config(str(CONFIGS / "cem_86m.py")))
+    found = summarise(load_config(str(CONFIGS / "cem_86m.py")))
     assert found["parameters"] == sum(found["parameters_by_module"].values()) == 70_082_272
     assert found["llama_twin"]["parameters"] == 86_371_488
     assert found["training"] == {
@@ -55,27 +55,27 @@ def test_the_86m_models():
 
 
 def test_a_llama_is_its_own_twin():
-    found = inspect.summarise(load_config(str(CONFIGS / "llama_86m.py")))
+    found = summarise(load_config(str(CONFIGS / "llama_86m.py")))
     assert found["llama_twin"] == {name: found[name] for name in found["llama_twin"]}
     assert found["notes"] == []
 
 
 def test_without_a_diagonal_the_cache_holds_keys_only():
     model = small(model__attention__diagonal="none").model
-    assert inspect.cache_bytes_per_token(model, "bfloat16") == 2 * 16 * 2
+    assert cache_bytes_per_token(model, "bfloat16") == 2 * 16 * 2
 
 
 def test_reused_llama_layers_keep_a_cache_for_each_application():
     model = small(model__attention__kind="llama", model__attention__steps=3).model
-    assert inspect.cache_bytes_per_token(model, "bfloat16") == 3 * 2 * 2 * 16 * 2
+    assert cache_bytes_per_token(model, "bfloat16") == 3 * 2 * 2 * 16 * 2
 
 
 def test_memory_of_parameters_optimizer_and_gradients():
-    once, accumulated = summary()["memory"], inspect.memory(small(train__microbatch=2))
+    once, accumulated = summary()["memory"], memory(small(train__microbatch=2))
     size = 4 * summary()["parameters"]
     assert (once["parameters"], once["optimizer"], once["gradients"]) == (size, 2 * size, size)
     assert accumulated["gradients"] == 2 * size  # one of them the sum so far
-    tables = [inspect.rendered(summary()), inspect.rendered(summary(train__microbatch=2))]
+    tables = [rendered(summary()), rendered(summary(train__microbatch=2))]
     why = "gradients: a microbatch's and the sum"
     assert [why in table for table in tables] == [False, True]
     assert once["total"] == sum(v for name, v in once.items() if name != "total")
@@ -83,7 +83,7 @@ def test_memory_of_parameters_optimizer_and_gradients():
 
 def test_activations_grow_with_the_batch_and_shrink_with_rematerialisation():
     sizes = [
-        inspect.memory(small(data__context=256, **fields))["activations"]
+        memory(small(data__context=256, **fields))["activations"]
         for fields in (
             dict(train__global_batch=8),
             dict(),
@@ -105,7 +105,7 @@ def test_activations_are_what_the_compiled_step_holds():
         train__compute_dtype="float32",
         **{f"model__attention__{name}": value for name, value in llama.items()},
     )
-    kept = inspect.memory(config)["activations"]
+    kept = memory(config)["activations"]
 
     def gradient(parameters, tokens):
         model = lambda p: pure.bind(config.model, p)(tokens, dtype=jnp.float32)
@@ -172,7 +172,7 @@ SPECS = {
 def test_where_every_parameter_and_moment_lies(name):
     config = load_config(str(CONFIGS / f"{name}.py"), {"mesh.fsdp": 4, "mesh.tensor": 2})
     short = {"tensor": "t", "fsdp": "f", None: "·"}
-    found = inspect.summarise(config, devices=16)
+    found = summarise(config, devices=16)
     assert found["mesh"] == {"data": 2, "fsdp": 4, "tensor": 2, "context": 1}
     shardings = found["shardings"]
     written = {
@@ -197,13 +197,13 @@ def test_devices_that_the_mesh_cannot_have(capsys):
 
 def test_the_costly_combination_is_pointed_out():
     exact = dict(model__attention__diagonal_in_update=True)
-    assert any("4 times the memory" in note for note in inspect.notes(small(**exact).model))
+    assert any("4 times the memory" in note for note in notes(small(**exact).model))
     shared = small(**exact, model__attention__preconditioner_heads="shared")
-    assert not any("times the memory" in note for note in inspect.notes(shared.model))
+    assert not any("times the memory" in note for note in notes(shared.model))
 
 
 def test_length_not_stated():
-    assert inspect.training(small(train__steps=None)) is None
+    assert training(small(train__steps=None)) is None
 
 
 def test_float64_is_counted_as_such():
@@ -212,13 +212,9 @@ def test_float64_is_counted_as_such():
     assert double["memory"]["parameters"] == summary()["memory"]["parameters"]
 
 
-def test_the_table_shows_every_figure(capsys):
-    found = inspect.run(
-        argparse.Namespace(
-            config=str(CONFIGS / "cem_86m.py"), overrides=(), devices=None, json=False
-        )
-    )
-    text = capsys.readouterr().out
+def test_the_table_shows_every_figure():
+    found = summarise(load_config(str(CONFIGS / "cem_86m.py")))
+    text = rendered(found)
     for name, count in found["parameters_by_module"].items():
         assert name in text and f"{count:,}" in text
     for value in (86_371_488, found["flops_per_token"], found["cache_bytes_per_token"], 6590):

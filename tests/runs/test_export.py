@@ -2,7 +2,6 @@
 
 import json
 import os
-from argparse import Namespace
 from pathlib import Path
 
 import jax
@@ -11,7 +10,6 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny_run import (
-    arguments,
     tiny_config,
     tiny_dataset,
     tiny_parameters,
@@ -20,10 +18,12 @@ from tiny_run import (
 )
 
 from cem_jax.cli import main
-from cem_jax.commands import eval, export, generate, import_
 from cem_jax.config import Config
 from cem_jax.errors import UserError
 from cem_jax.model import pure
+from cem_jax.runs.evaluation import evaluate
+from cem_jax.runs.export import export_run, import_run
+from cem_jax.runs.generation import generate_text
 from cem_jax.runs.run import Run
 
 MODELS = {
@@ -52,11 +52,11 @@ def exported(tmp_path, tokenizer):
 
 
 def output(workdir: Path, folder: Path, step=None) -> dict:
-    return export.run(Namespace(workdir=str(workdir), output=str(folder), step=step, json=True))
+    return export_run(workdir, folder, step=step)
 
 
 def back(folder: Path, workdir: Path) -> dict:
-    return import_.run(Namespace(input=str(folder), workdir=str(workdir), json=True))
+    return import_run(folder, workdir)
 
 
 def files_of(folder):
@@ -124,12 +124,9 @@ def test_eval_and_generate_work_on_what_was_imported(tmp_path, tokenizer):
     output(run, tmp_path / "out")
     back(tmp_path / "out", tmp_path / "again")
     timeless = lambda result: {k: v for k, v in result.items() if k != "seconds"}
-    for command in (eval, generate):
-        ours, theirs = (
-            timeless(command.run(arguments(where, prompt="abc")))
-            for where in (tmp_path / "again", run)
-        )
-        assert ours == theirs
+    text = lambda where: generate_text(Run.open(where), "abc", max_tokens=8, temperature=0)
+    assert timeless(evaluate(tmp_path / "again")) == timeless(evaluate(run))
+    assert text(tmp_path / "again") == text(run)
 
 
 def test_an_output_that_holds_something_is_left_alone(exported, tmp_path):

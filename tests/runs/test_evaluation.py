@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tiny_run import (
     CONTEXT,
-    arguments,
     sentences,
     tiny_config,
     tiny_dataset,
@@ -18,12 +17,12 @@ from tiny_run import (
 )
 
 from cem_jax.cli import main
-from cem_jax.commands import eval
 from cem_jax.data.corpus.tokenizer_training import train_model
 from cem_jax.data.dataset.store import open_dataset
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.model import pure
+from cem_jax.runs.evaluation import evaluate
 from cem_jax.sharding.mesh import make_mesh
 from cem_jax.train.evaluator import Evaluator
 
@@ -77,7 +76,7 @@ def oracle(config, parameters, path, split="validation", limit=None, **steps):
 
 
 def test_the_whole_split_each_target_once(run_directory, config, dataset, capsys):
-    result = eval.run(arguments(run_directory))
+    result = evaluate(run_directory)
     nats, targets = oracle(config, tiny_parameters(config, seed=7), dataset)
     size = sum(len(text.encode()) for text in sentences(25, seed=25))
     assert KEYS | {"step", "split"} <= set(result)
@@ -87,19 +86,18 @@ def test_the_whole_split_each_target_once(run_directory, config, dataset, capsys
     assert result["loss"] == pytest.approx(nats / targets, rel=1e-5)
     assert result["perplexity"] == pytest.approx(math.exp(nats / targets), rel=1e-4)
     assert result["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
-    printed = capsys.readouterr()
-    assert printed.out == "" and "bits per byte" in printed.err
+    assert capsys.readouterr().out == ""
 
 
 def test_the_batch_does_not_matter(run_directory):
-    one, many = (eval.run(arguments(run_directory, batch=batch)) for batch in (1, 7))
+    one, many = (evaluate(run_directory, batch=batch) for batch in (1, 7))
     assert one["tokens"] == many["tokens"]
     assert one["loss"] == pytest.approx(many["loss"], rel=1e-6)
 
 
 def test_step_split_and_steps_of_recursion(run_directory, config, dataset):
     steps = dict(attention_steps=1, mlp_steps=3)
-    result = eval.run(arguments(run_directory, step=3, split="train", **steps))
+    result = evaluate(run_directory, step=3, split="train", **steps)
     nats, targets = oracle(config, tiny_parameters(config, seed=3), dataset, "train", **steps)
     assert result["step"] == 3
     assert result["loss"] == pytest.approx(nats / targets, rel=1e-5)
@@ -152,7 +150,7 @@ def test_a_mixture_is_reported_by_source(tmp_path, tokenizer, dataset):
     mixture = (f"{dataset}=1", f"{other}=3")
     config = tiny_config(data__mixture=mixture)
     parameters = tiny_parameters(config)
-    result = eval.run(arguments(write_run(tmp_path / "run", config, tokenizer, {1: parameters})))
+    result = evaluate(write_run(tmp_path / "run", config, tokenizer, {1: parameters}))
     alone = [Evaluator(config, open_dataset(d), "validation")(parameters) for d in (dataset, other)]
     for values, path in zip(alone, (dataset, other), strict=True):
         assert result["sources"][str(path)]["loss"] == pytest.approx(values["loss"], rel=1e-6)
@@ -163,9 +161,13 @@ def test_a_mixture_is_reported_by_source(tmp_path, tokenizer, dataset):
     assert result["bytes"] == sum(values["bytes"] for values in alone)
 
 
-def test_json_on_standard_output(run_directory, capfd):
+def test_the_command_prints_its_result(run_directory, capfd):
     assert main(["eval", "--workdir", str(run_directory), "--json"]) == 0
-    assert set(json.loads(capfd.readouterr().out)) >= KEYS
+    printed = capfd.readouterr()
+    assert set(json.loads(printed.out)) >= KEYS
+    assert "bits per byte" in printed.err
+    assert main(["eval", "--workdir", str(run_directory)]) == 0
+    assert "bits per byte" in capfd.readouterr().out
 
 
 def test_bits_per_byte_of_a_uniform_model(folder, config, dataset, tokenizer):
@@ -183,12 +185,12 @@ def test_a_split_smaller_than_a_window(tmp_path, tokenizer, dataset, training):
         if training:
             Evaluator(config, open_dataset(dataset), "validation")
         else:
-            eval.run(arguments(write_run(tmp_path / "run", config, tokenizer, {})))
+            evaluate(write_run(tmp_path / "run", config, tokenizer, {}))
 
 
 def test_an_unknown_split_names_those_there_are(run_directory):
     with pytest.raises(UserError, match=r"no split 'test'; it has train, validation"):
-        eval.run(arguments(run_directory, split="test"))
+        evaluate(run_directory, split="test")
 
 
 def test_data_of_another_tokenizer_is_refused_with_both_hashes(tmp_path, tokenizer, capsys):
@@ -204,11 +206,11 @@ def test_data_of_another_separator_is_refused(tmp_path, tokenizer):
     config = tiny_config(tiny_dataset(tmp_path / "dataset", tokenizer, separator="both"))
     run = write_run(tmp_path / "run", config, tokenizer, {1: tiny_parameters(config)})
     with pytest.raises(UserError, match="separator"):
-        eval.run(arguments(run))
+        evaluate(run)
 
 
 def test_data_that_has_gone(tmp_path, tokenizer):
     config = tiny_config(tmp_path / "gone")
     run = write_run(tmp_path / "run", config, tokenizer, {1: tiny_parameters(config)})
     with pytest.raises(UserError, match=r"gone does not exist"):
-        eval.run(arguments(run))
+        evaluate(run)

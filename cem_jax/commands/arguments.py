@@ -1,0 +1,168 @@
+"""What the arguments of several commands have in common: types of values, and repeated flags.
+
+A type checks a value as configuration fields are checked; argparse reports what is wrong with it.
+"""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+_ALMOST_URL = re.compile(r"[A-Za-z][\w+.-]+:/(?!/)|(gs|s3|hf):(?!//)")  # likely meant as a URL
+_OVERRIDE = "--config."
+
+
+def number(kind: type, **limits: float) -> Callable[[str], Any]:
+    """Return an argparse type for an int or float within the `limits` of `config.values.Range`."""
+
+    def convert(text: str) -> Any:
+        from cem_jax.config.values import Range, parse  # here: `cem --help` needs no configuration
+
+        try:
+            return parse(text, Annotated[kind, Range(**limits)])
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+COUNT = number(int, low=1)
+INDEX = number(int, low=0)
+SEED = number(int, low=0, high=2**32 - 1)
+
+
+def text(argument: str) -> str:
+    """An argparse type for paths and names: not empty, valid UTF-8."""
+    if not argument:
+        raise argparse.ArgumentTypeError("is empty")
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("is not valid UTF-8") from None
+    return argument
+
+
+def place(argument: str) -> str:
+    """An argparse type for a path or the URL of one."""
+    if _ALMOST_URL.match(text(argument)):
+        raise argparse.ArgumentTypeError(
+            f"{argument}: a URL has two slashes after its colon; if a local path is meant, write "
+            f"./{argument}"
+        )
+    return argument
+
+
+def local_path(argument: str) -> str:
+    """An argparse type for a path that cannot be a URL."""
+    if "://" in place(argument):
+        raise argparse.ArgumentTypeError(f"{argument}: must be a local path, not a URL")
+    return argument
+
+
+def add_workdir(command: argparse.ArgumentParser) -> None:
+    """Add --workdir, the directory of an existing run."""
+    command.add_argument(
+        "--workdir", type=place, required=True, metavar="DIR", help="the run's directory"
+    )
+
+
+def add_step(command: argparse.ArgumentParser) -> None:
+    """Add --step, the checkpoint to use."""
+    command.add_argument("--step", type=INDEX, metavar="N", help="checkpoint; default: the latest")
+
+
+def add_recursion(command: argparse.ArgumentParser) -> None:
+    """Add --attention-steps and --mlp-steps, which replace the T that the run was trained with."""
+    for sublayer in ("attention", "mlp"):
+        command.add_argument(
+            f"--{sublayer}-steps",
+            type=COUNT,
+            metavar="T",
+            help=f"run the {sublayer} sublayers for T steps instead",
+        )
+
+
+def add_config(command: argparse.ArgumentParser) -> None:
+    """Add --config, one configuration file, and let --config.FIELD=VALUE override its fields."""
+    command.epilog = "Any field of the configuration can be set: --config.optimizer.b1=0.9"
+    command.add_argument(
+        "--config",
+        type=text,
+        required=True,
+        metavar="FILE",
+        help="a Python file with get_config(), or FILE:ARGUMENT",
+    )
+    take_overrides(command)
+
+
+def add_figures(command: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add --config and --size, the figures, and let --config.FIELD=VALUE set fields of all runs."""
+    command.add_argument(
+        "--config",
+        type=text,
+        nargs="+",
+        required=required,
+        metavar="FILE",
+        help="Python files with get_sweep(size), or FILE:SIZE; configs/paper/ has the paper's",
+    )
+    command.add_argument(
+        "--size",
+        type=text,
+        metavar="SIZE",
+        help="paper: all the paper's; mini: minutes per run; 86m … 256m: that one",
+    )
+    take_overrides(command)
+
+
+def take_overrides(command: argparse.ArgumentParser) -> None:
+    """Give the command `args.overrides`, the (dotted field, text) pairs of its --config.* flags."""
+    command.set_defaults(overrides=[])
+
+
+def add_inputs(command: argparse.ArgumentParser, *, required: bool) -> None:
+    """Add --input and --text-column, a corpus."""
+    command.add_argument(
+        "--input",
+        type=text,
+        nargs="+",
+        required=required,
+        metavar="PATH",
+        help="files, folders, globs, or URLs of them (gs://, s3://, hf://, with fsspec): .txt (a "
+        "file is a document), .jsonl, .json (an array, or lines) and .parquet, each also packed "
+        "as .gz, .zst, .xz or .bz2",
+    )
+    command.add_argument(
+        "--text-column",
+        type=text,
+        default="text",
+        metavar="NAME",
+        help="field of .jsonl, .json and .parquet records; a.b is a field in a field "
+        "(default: %(default)s)",
+    )
+
+
+def split_overrides(
+    arguments: Sequence[str],
+) -> tuple[list[str], list[tuple[str, str]], list[str]]:
+    """Separate `--config.a.b=value` and `--config.a.b value` from a command's other arguments.
+
+    Returns the other arguments, the (dotted field, text) pairs in order, and problems.
+    """
+    rest: list[str] = []
+    pairs: list[tuple[str, str]] = []
+    problems: list[str] = []
+    queue = list(arguments)
+    while queue:
+        argument = queue.pop(0)
+        if not argument.startswith(_OVERRIDE):
+            rest.append(argument)
+        elif argument.partition("=")[0] == _OVERRIDE:
+            problems.append(f"{argument}: names no field; expected {_OVERRIDE}FIELD=VALUE")
+        elif "=" in argument:
+            name, _, value = argument.removeprefix(_OVERRIDE).partition("=")
+            pairs.append((name, value))
+        elif queue and not queue[0].startswith("--"):
+            pairs.append((argument.removeprefix(_OVERRIDE), queue.pop(0)))
+        else:
+            problems.append(f"{argument}: needs a value: {argument}=VALUE")
+    return rest, pairs, problems

@@ -1,0 +1,126 @@
+"""`cem prepare`: turn a corpus into a dataset directory, or check one."""
+
+import argparse
+import os
+import sys
+from typing import Any, TextIO
+
+from cem_jax.commands.arguments import COUNT, add_inputs, local_path, number, text
+from cem_jax.errors import UserError
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser(
+        "prepare", help="turn text into a dataset of token shards, or check one"
+    )
+    add_inputs(command, required=False)
+    command.add_argument(
+        "--tokenizer", type=local_path, metavar="FILE", help="a SentencePiece .model"
+    )
+    command.add_argument(
+        "--output",
+        type=local_path,
+        metavar="DIR",
+        help="the dataset; it appears once it is complete, and the same command continues one that "
+        "was interrupted; on a complete one it says so, and another command is refused",
+    )
+    command.add_argument(
+        "--separator",
+        choices=("bos", "eos", "both"),
+        default="bos",
+        help="token between documents (default: %(default)s)",
+    )
+    command.add_argument(
+        "--source-field",
+        type=text,
+        metavar="NAME",
+        help="field whose values name sources, such as meta.redpajama_set_name: each becomes a "
+        "stream of its own, to be weighted in data.mixture and evaluated by itself",
+    )
+    command.add_argument(
+        "--validation-fraction",
+        type=number(float, low=0, below=1),
+        default=0.01,
+        metavar="F",
+        help="share of the documents, chosen by hash, that becomes the validation split "
+        "(default: %(default)s)",
+    )
+    command.add_argument(
+        "--workers",
+        type=COUNT,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes; the result is the same for every number (default: %(default)s)",
+    )
+    command.add_argument(
+        "--skip-bad-files",
+        action="store_true",
+        help="report bad files, keep what comes before the fault, and continue",
+    )
+    command.add_argument(
+        "--check", type=local_path, metavar="DIR", help="check an existing dataset"
+    )
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Prepare or check a dataset, print its splits and return their counts.
+
+    Raises UserError for flags that exclude each other, and what `prepare` and `check_dataset` do.
+    """
+    _require_flags(args)
+    from cem_jax.data.corpus.prepare import prepare, totals
+    from cem_jax.data.corpus.rerun import was_made
+    from cem_jax.data.dataset.checks import check_dataset
+
+    out = sys.stderr if args.json else sys.stdout
+    if args.check is not None:
+        result = totals(check_dataset(args.check)) | {"output": args.check}
+        print(f"{args.check}: every checksum, id and count agrees", file=out)
+        print_splits(result, out)
+        return result
+    again = was_made(args.output)
+    result = prepare(
+        args.input,
+        args.tokenizer,
+        args.output,
+        column=args.text_column,
+        source_field=args.source_field,
+        separator=args.separator,
+        workers=args.workers,
+        skip_bad_files=args.skip_bad_files,
+        validation_fraction=args.validation_fraction,
+    )
+    if again:
+        print(
+            f"finished: {args.output} has {result['tokens']:,} tokens of {result['documents']:,} "
+            f"documents; `cem prepare --check {args.output}` verifies it",
+            file=out,
+        )
+    else:
+        print_splits(result, out)
+    return result
+
+
+def _require_flags(args: argparse.Namespace) -> None:
+    needed = {"--input": args.input, "--tokenizer": args.tokenizer, "--output": args.output}
+    given = [flag for flag, value in needed.items() if value is not None]
+    missing = [flag for flag in needed if flag not in given]
+    if args.check is not None and given:
+        raise UserError(f"--check goes without {', '.join(given)}")
+    if args.check is None and missing:
+        raise UserError(f"prepare needs {', '.join(missing)} (or --check DIR)")
+
+
+def print_splits(result: dict[str, Any], out: TextIO) -> None:
+    """Print documents, tokens and bytes of each split and source."""
+    from cem_jax.text import aligned
+
+    rows = [("split", "documents", "tokens", "bytes", "bytes/token")]
+    for split, totals in result["splits"].items():
+        parts = totals["sources"].items()
+        named = [] if list(totals["sources"]) == ["all"] else parts
+        for name, s in [(split, totals), *((f"  {source}", counts) for source, counts in named)]:
+            counts = (f"{s[key]:,}" for key in ("documents", "tokens", "bytes"))
+            rows.append((name, *counts, f"{s['bytes'] / s['tokens']:.2f}"))
+    print(aligned(rows, "<>>>>"), file=out)

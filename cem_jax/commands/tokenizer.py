@@ -1,0 +1,44 @@
+"""`cem tokenizer`: train a SentencePiece tokenizer."""
+
+import argparse
+import sys
+from typing import Any
+
+from cem_jax.commands.arguments import COUNT, add_inputs, local_path, number
+
+
+def add(commands: Any) -> None:
+    command = commands.add_parser("tokenizer", help="train a SentencePiece tokenizer")
+    add_inputs(command, required=True)
+    command.add_argument("--output", type=local_path, required=True, metavar="FILE")
+    command.add_argument("--vocab-size", type=number(int, low=2), required=True, metavar="N")
+    command.add_argument(
+        "--model-type",
+        choices=("bpe", "unigram"),
+        default="bpe",
+        help="both with byte fallback, so that any text can be written (default: %(default)s)",
+    )
+    command.add_argument(
+        "--sample-mb",
+        type=COUNT,
+        default=32,
+        metavar="N",
+        help="megabytes of text to learn from, taken from all files in equal shares; learning "
+        "takes about 20 times that in memory (default: %(default)s)",
+    )
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Write the tokenizer and return what it has learned. Raises what `train_tokenizer` raises."""
+    from cem_jax.data.corpus.tokenizer_training import train_tokenizer
+
+    return train_tokenizer(
+        args.input,
+        args.output,
+        args.vocab_size,
+        column=args.text_column,
+        model_type=args.model_type,
+        sample_bytes=args.sample_mb * 1_000_000,
+        out=sys.stderr if args.json else sys.stdout,
+    )

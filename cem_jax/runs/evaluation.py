@@ -1,0 +1,102 @@
+"""Evaluate a run: loss, perplexity and bits per byte of a whole split."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from cem_jax.config import Config
+from cem_jax.data.dataset.mixture import Mixture
+from cem_jax.errors import UserError
+from cem_jax.runs.run import Run
+from cem_jax.text import Pace, ProgressLine, format_count, format_duration
+from cem_jax.train.evaluator import Evaluator
+from cem_jax.train.setup import open_data
+
+_TOKENS_CPU, _TOKENS = 1 << 11, 1 << 15  # of a batch; on CPU, what its caches hold is fastest
+
+
+def evaluate(
+    workdir: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    split: str | None = None,
+    batch: int | None = None,
+    attention_steps: int | None = None,
+    mlp_steps: int | None = None,
+) -> dict[str, Any]:
+    """Evaluate a run's checkpoint on a split of the data that it was configured with.
+
+    Shows its progress on stderr.
+
+    Args:
+      step: of the checkpoint; None: the newest.
+      split: None: eval.split.
+      batch: windows at a time; None: what suits the device.
+      attention_steps, mlp_steps: T in place of the configured ones.
+
+    Returns:
+      What `Evaluator` finds, with `step`, `split` and `seconds`.
+
+    Raises:
+      UserError: before any work, for a run, checkpoint, split or dataset that does not exist or
+        does not fit; a tokenizer other than the run's is refused.
+    """
+    run = Run.open(workdir)
+    config, tokenizer = run.config, run.tokenizer()
+    mixture = _open(run)
+    for dataset in mixture.sources:
+        dataset.require_tokenizer(tokenizer.hash, f"the run in {run.workdir}")
+    split = split or config.eval.split
+    batch = batch or default_batch(config, mixture, split)
+    evaluator = Evaluator(
+        config,
+        mixture,
+        split,
+        batch=batch,
+        attention_steps=attention_steps,
+        mlp_steps=mlp_steps,
+    )
+    parameters, step = run.parameters(step)
+    began = time.monotonic()
+    result = evaluator(parameters, _reporter(evaluator.batches(), batch * config.data.context))
+    return result | {"step": step, "split": split, "seconds": time.monotonic() - began}
+
+
+def default_batch(config: Config, mixture: Mixture, split: str) -> int:
+    """Windows at a time: what suits the device, but no more than the split has."""
+    tokens = _TOKENS_CPU if jax.default_backend() == "cpu" else _TOKENS
+    context = config.data.context
+    windows = max(-(-(part.split(split).tokens - 1) // context) for part in mixture.parts(split))
+    return max(1, min(tokens // context, windows))
+
+
+def _open(run: Run) -> Mixture:
+    try:
+        return open_data(run.config)
+    except UserError as error:
+        hint = (
+            f"(the data is what {run.workdir / 'config.json'} names in data.path or data.mixture)"
+        )
+        raise UserError(*error.messages, hint) from None
+
+
+def _reporter(total: int, tokens: int) -> Callable[[int], None]:
+    """What the evaluator tells how many of its batches, of so many tokens, are done."""
+    line, pace = ProgressLine(sys.stderr), Pace(total)
+
+    def report(done: int) -> None:
+        speed = pace.per_second(done)  # since the first batch, which compiles
+        if line.is_due():
+            parts = [f"batch {done}/{total}"]
+            if speed is not None:
+                parts.append(f"{format_count(speed * tokens)} tok/s")
+                parts.append(f"ETA {format_duration(pace.seconds_left(done))}")
+            line.show(*parts)
+        if done == total:
+            line.clear()
+
+    return report

@@ -1,0 +1,255 @@
+"""Exports: a run's parameters as safetensors, with configuration and tokenizer beside them.
+
+    model.safetensors    each parameter under its dotted name, a layer at a time (docs/export.md)
+    config.json          the run's configuration, as in its directory
+    tokenizer.model      SentencePiece
+    checksums.sha256     of these files, for `sha256sum -c`
+
+Step, tokenizer hash and separator are in the safetensors file's own metadata, as JSON under
+`cem_jax`. The same checkpoint gives the same bytes. An import restores them bit for bit; it has no
+optimizer state, so training cannot resume from it, but a new run can begin with its parameters.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from cem_jax.config import Config
+from cem_jax.data.dataset.tokenizer import Tokenizer
+from cem_jax.errors import UserError
+from cem_jax.model import pure
+from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.directory import EXPORTED, read_config, write_run_files
+from cem_jax.runs.integrity import LIST_NAME, find_damage, write_checksums
+from cem_jax.runs.run import Run
+from cem_jax.runs.tree_names import describe, named_leaves, nested
+
+METADATA = "cem_jax"  # one key: the library writes several in any order
+_PARTIAL = ".cem.partial"  # the working directory within one that is there
+_SHOWN = 20  # problems told one by one
+_LAST_STEP = 2**31 - 1  # a run counts its steps in 32 bits
+
+
+def export_run(
+    workdir: str | os.PathLike[str], output: str | os.PathLike[str], *, step: int | None = None
+) -> dict[str, Any]:
+    """Write a checkpoint, by default the newest, of the run in `workdir` into the new `output`.
+
+    Returns {files, parameters, step}. Raises UserError for a run or checkpoint that does not exist
+    and for an output that holds something already.
+    """
+    output = new_directory("--output", output)
+    run = Run.open(workdir)
+    parameters, step = run.parameters(step)
+    tokenizer = run.tokenizer()
+    metadata = {
+        "step": step,
+        "tokenizer_hash": tokenizer.hash,
+        "separator": run.config.data.separator,
+    }
+    with made_whole(output) as partial:
+        write_run_files(epath.Path(partial), read_config(run.workdir), tokenizer.model_bytes)
+        _write_weights(partial / EXPORTED, layer_by_layer(parameters), metadata)
+        write_checksums(epath.Path(partial))
+    files = sorted(str(path) for path in output.iterdir())
+    return {"files": files, "parameters": pure.count(run.config.model), "step": step}
+
+
+def import_run(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Make a run directory, with one checkpoint of parameters alone, from an export.
+
+    Returns {files, parameters, step}. Raises UserError, with nothing written, for a directory that
+    holds no export, a damaged one, and parameters that are not those of its configuration.
+    """
+    source = Path(source)
+    workdir = new_directory("--workdir", workdir)
+    _require_files(source)
+    config = read_config(epath.Path(source))
+    tokenizer = Tokenizer.load(source / "tokenizer.model")
+    arrays, metadata = read_weights(source / EXPORTED)
+    step = _step(metadata, str(source / EXPORTED))
+    if metadata.get("tokenizer_hash") not in (None, tokenizer.hash):
+        raise UserError(
+            f"{source / 'tokenizer.model'} is {tokenizer.hash}, but {EXPORTED} was trained with "
+            f"{metadata['tokenizer_hash']}"
+        )
+    parameters = stacked(arrays, config, str(source / EXPORTED))
+    _require_finite(arrays, str(source / EXPORTED))
+    extra = {
+        "config": config.to_dict(),
+        "tokenizer_hash": tokenizer.hash,
+        "separator": config.data.separator,
+        "imported": True,
+    }
+    with made_whole(workdir) as partial:
+        write_run_files(epath.Path(partial), config, tokenizer.model_bytes)
+        with Checkpointer(partial / "checkpoints", keep=1, keep_best=False) as checkpoints:
+            checkpoints.save(step, {"params": parameters}, extra)
+    files = sorted(str(path) for path in workdir.rglob("*") if path.is_file())
+    return {"files": files, "parameters": pure.count(config.model), "step": step}
+
+
+def layer_by_layer(parameters: pure.Parameters) -> dict[str, np.ndarray]:
+    """The parameters by dotted name; what is stacked over layers, taken apart.
+
+    `blocks/mlp/tied` of shape [L, M, D] becomes `blocks.0.mlp.tied` … of shape [M, D].
+    """
+    named: dict[str, np.ndarray] = {}
+    for name, leaf in named_leaves(jax.device_get(parameters)).items():
+        first, _, rest = name.replace("/", ".").partition(".")
+        if first == "blocks":
+            for layer, part in enumerate(leaf):
+                named[f"blocks.{layer}.{rest}"] = np.array(part)
+        else:
+            named[name.replace("/", ".")] = leaf
+    return named
+
+
+def stacked(arrays: Mapping[str, np.ndarray], config: Config, where: str) -> pure.Parameters:
+    """The parameter tree of `layer_by_layer`'s arrays.
+
+    Raises UserError, naming them, when they are not the configuration's in name, shape and dtype.
+    """
+    wanted = named_leaves(pure.abstract_parameters(config.model))
+    expected = {
+        dotted: describe(leaf) for name in wanted for dotted, leaf in _parts(name, wanted[name])
+    }
+    found = {name: describe(array) for name, array in arrays.items()}
+    problems = [
+        f"{name}: {found.get(name, 'absent')} in the file, {expected.get(name, 'absent')} expected"
+        for name in sorted(expected.keys() | found.keys())
+        if expected.get(name) != found.get(name)
+    ]
+    if problems:
+        raise UserError(f"{where}: not the parameters of config.json:", *_first(problems))
+    tree = {}
+    for name, leaf in wanted.items():
+        parts = [arrays[dotted] for dotted, _ in _parts(name, leaf)]
+        tree[name] = np.stack(parts) if name.startswith("blocks/") else parts[0]
+    return nested(tree)
+
+
+def _write_weights(
+    path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
+) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file(dict(arrays), path, metadata={METADATA: json.dumps(metadata)})
+    except SafetensorError as error:  # it wraps what the operating system says
+        raise OSError(str(error)) from error
+
+
+def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """(arrays by name, what `cem export` says of them).
+
+    Raises UserError when it is no safetensors file that `cem export` wrote.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = json.loads((file.metadata() or {}).get(METADATA, "null"))
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: no readable safetensors file: {error}") from None
+    if not isinstance(metadata, dict):
+        raise UserError(f"{path}: was not written by `cem export`: no metadata {METADATA!r}")
+    return arrays, metadata
+
+
+def _step(metadata: Mapping[str, Any], where: str) -> int:
+    step = metadata.get("step", 0)
+    if type(step) is not int or not 0 <= step <= _LAST_STEP:
+        raise UserError(
+            f"{where}: its step must be a whole number from 0 to {_LAST_STEP:,}, not "
+            f"{json.dumps(step)}"
+        )
+    return step
+
+
+def _require_finite(arrays: Mapping[str, np.ndarray], where: str) -> None:
+    """No checkpoint of a run holds others (docs/checkpoints.md)."""
+    bad = {name: np.count_nonzero(~np.isfinite(array)) for name, array in arrays.items()}
+    found = [f"{name}: {count:,} of {arrays[name].size:,}" for name, count in bad.items() if count]
+    if found:
+        raise UserError(f"{where}: parameters that are not finite:", *_first(found))
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"… and {more} more"] if more > 0 else [])]
+
+
+def _parts(name: str, leaf: jax.ShapeDtypeStruct) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    """(name, shape and dtype) of the arrays in a file that make up the parameter `name`."""
+    first, *rest = name.split("/")
+    if first != "blocks":
+        return [(".".join([first, *rest]), leaf)]
+    one = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+    return [(".".join([first, str(layer), *rest]), one) for layer in range(leaf.shape[0])]
+
+
+def _require_files(source: Path) -> None:
+    names = (EXPORTED, "config.json", "tokenizer.model")
+    missing = [name for name in names if not (source / name).is_file()]
+    if missing:
+        raise UserError(
+            f"--input {source}: holds no {' and no '.join(missing)}; name a directory that "
+            "`cem export` wrote"
+        )
+    if (source / LIST_NAME).exists():
+        damage = find_damage(epath.Path(source))
+        if damage is not None:
+            raise UserError(f"--input {source} is damaged: {damage}")
+
+
+def new_directory(flag: str, path: str | os.PathLike[str]) -> Path:
+    """A path for a directory that is yet to be made or filled. Raises UserError for any other."""
+    found = Path(path)
+    try:
+        free = not found.exists() or (found.is_dir() and not _others(found))
+    except OSError as error:
+        raise UserError(f"{flag} {found}: cannot be used: {error.strerror}") from None
+    if not free:
+        raise UserError(f"{flag} {found}: exists and is not an empty directory; name a new one")
+    return found
+
+
+def _others(directory: Path) -> list[str]:
+    """What a directory holds beside the leftovers of an export that was killed."""
+    return [entry.name for entry in directory.iterdir() if entry.name != _PARTIAL]
+
+
+@contextlib.contextmanager
+def made_whole(output: Path) -> Iterator[Path]:
+    """A directory to be filled, which becomes `output` at the end; after an exception, nothing.
+
+    A directory that is there already stays the same one: it may be a mount or where a shell is.
+    Raises UserError when it cannot be written.
+    """
+    output = Path(os.path.abspath(output))
+    there = output.is_dir()
+    partial = output / _PARTIAL if there else output.with_name(f".{output.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        if there:
+            for entry in sorted(partial.iterdir()):
+                entry.rename(output / entry.name)
+        else:
+            partial.rename(output)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,220 @@
+"""Continue a prompt, token by token, over a decode cache.
+
+A text starts with the separator that its documents were trained with; the model reads it, then the
+prompt. Together they must fit the context, and generation ends with the context at the latest.
+
+Shapes: V vocabulary · N prompt tokens, padded.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from cem_jax.config import Config
+from cem_jax.data.dataset.tokenizer import Tokenizer
+from cem_jax.errors import UserError
+from cem_jax.model import pure
+from cem_jax.runs.run import Run
+
+
+class Sampling(NamedTuple):
+    """How the next token is chosen. Temperature 0 takes the likeliest, whatever the rest says."""
+
+    temperature: float = 1.0
+    top_k: int | None = None  # among the k likeliest
+    top_p: float | None = None  # among the likeliest that together reach p
+    seed: int = 0
+
+
+class Generation(NamedTuple):
+    text: str  # the continuation, without the prompt
+    tokens: int  # generated, the separator that ended it not counted
+    prompt_tokens: int
+    stop: str  # separator | length (max_tokens) | context
+
+
+def generate_text(
+    run: Run,
+    prompt: str,
+    *,
+    max_tokens: int,
+    step: int | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str:
+    """The continuation of `prompt` by a run's checkpoint (default: the newest)."""
+    generator = Generator(run.config, run.parameters(step)[0], run.tokenizer())
+    return generator(prompt, max_tokens, Sampling(temperature, top_k, top_p, seed)).text
+
+
+def prompt_ids(config: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """What the model reads: the separator, and the prompt's tokens.
+
+    Raises UserError when they are more than data.context.
+    """
+    before, after = tokenizer.separator_ids(config.data.separator)
+    start = before or after
+    ids = start + tokenizer.encode(prompt)
+    context = config.data.context
+    if len(ids) > context:
+        raise UserError(
+            f"the prompt has {len(ids) - len(start)} tokens, {len(ids)} with the separator before "
+            f"it; the model's context (data.context) is {context}: shorten the prompt"
+        )
+    return ids
+
+
+class Generator:
+    """Continues prompts with given parameters; compiled once for each size of prompt and cache."""
+
+    def __init__(
+        self,
+        config: Config,
+        parameters: pure.Parameters,
+        tokenizer: Tokenizer,
+        *,
+        attention_steps: int | None = None,
+        mlp_steps: int | None = None,
+    ):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._parameters = parameters
+        before, after = tokenizer.separator_ids(config.data.separator)
+        self._separators = {*before, *after}
+        dtype = jnp.dtype(config.train.compute_dtype)
+        steps = dict(attention_steps=attention_steps, mlp_steps=mlp_steps)
+
+        def decode(parameters, tokens_N, cache, start):
+            model = pure.bind(config.model, parameters)
+            logits, cache = model.decode(tokens_N[None], cache, start, dtype=dtype, **steps)
+            return logits[0, -1], cache
+
+        def prefill(parameters, tokens_N, length):
+            model = pure.bind(config.model, parameters)
+            cache = model.cache(1, length, dtype, attention_steps)
+            # What stands behind the prompt is padding: no query of the prompt sees it, and each
+            # position is overwritten before a later one does.
+            return decode(parameters, tokens_N, cache, 0)[1]
+
+        def next_token(parameters, token, cache, position, key, temperature, top_k, top_p):
+            logits_V, cache = decode(parameters, token[None], cache, position)
+            logits_V = logits_V[: tokenizer.vocab_size]  # the model may have spare rows
+            key = jax.random.fold_in(key, position)
+            return sample(logits_V, key, temperature, top_k, top_p), cache
+
+        self._prefill = jax.jit(prefill, static_argnames="length")
+        self._next_token = jax.jit(
+            next_token, static_argnames=("temperature", "top_k", "top_p"), donate_argnums=2
+        )
+
+    def __call__(
+        self,
+        prompt: str,
+        max_tokens: int,
+        sampling: Sampling = Sampling(),  # noqa: B008 - immutable
+        write: Callable[[str], None] = lambda text: None,
+    ) -> Generation:
+        """At most `max_tokens` tokens after `prompt`; `write` gets their text as it comes.
+
+        Raises UserError when the prompt does not fit the context.
+        """
+        ids = prompt_ids(self._config, self._tokenizer, prompt)
+        room = self._config.data.context + 1 - len(ids)  # the last token is not read any more
+        stop = "length" if max_tokens <= room else "context"
+        text = TextStream(self._tokenizer, ids)
+        written = []
+        generated = 0
+        for token in self._tokens(ids, min(max_tokens, room), sampling):
+            if token in self._separators:
+                stop = "separator"
+                break
+            generated += 1
+            written.append(text.push(token))
+            write(written[-1])
+        written.append(text.flush())
+        write(written[-1])
+        prompt_tokens = len(self._tokenizer.encode(prompt))
+        return Generation("".join(written), generated, prompt_tokens, stop)
+
+    def _tokens(self, ids: list[int], count: int, sampling: Sampling):
+        """Sampled ids, one after another."""
+        if not count:
+            return
+        context = self._config.data.context
+        length = min(_power_of_two(len(ids) + count - 1), context)
+        padded_N = np.zeros(min(_power_of_two(len(ids) - 1), length), np.int32)
+        padded_N[: len(ids) - 1] = ids[:-1]
+        cache = self._prefill(self._parameters, padded_N, length)
+        token = jnp.asarray(ids[-1], jnp.int32)
+        key = jax.random.key(sampling.seed)
+        rules = sampling.temperature, sampling.top_k, sampling.top_p
+        for position in range(len(ids) - 1, len(ids) - 1 + count):
+            token, cache = self._next_token(self._parameters, token, cache, position, key, *rules)
+            yield int(token)
+
+
+def sample(
+    logits_V: Float[Array, " V"],
+    key: Array,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Int[Array, ""]:
+    """A token id drawn from softmax(logits / temperature), in float32 or better.
+
+    Ids among the `top_k` likeliest, and of those the fewest that reach probability `top_p`; the
+    likeliest always stays. Temperature 0: the likeliest.
+    """
+    logits_V = logits_V.astype(jnp.promote_types(logits_V.dtype, jnp.float32))
+    if temperature == 0:
+        return jnp.argmax(logits_V).astype(jnp.int32)
+    # Less their maximum, so that a temperature near 0 makes no difference of infinities.
+    logits_V = (logits_V - logits_V.max()) / max(temperature, 1e-30)
+    if top_k is None and top_p is None:
+        return jax.random.categorical(key, logits_V).astype(jnp.int32)
+    kept = len(logits_V) if top_k is None else min(top_k, len(logits_V))
+    sorted_K, ids_K = jax.lax.top_k(logits_V, kept)
+    if top_p is not None:
+        probability_K = jax.nn.softmax(sorted_K)
+        before_K = jnp.cumsum(probability_K) - probability_K
+        sorted_K = jnp.where(before_K < top_p, sorted_K, -jnp.inf).at[0].set(sorted_K[0])
+    return ids_K[jax.random.categorical(key, sorted_K)].astype(jnp.int32)
+
+
+class TextStream:
+    """Text of tokens as they come; a character split over tokens waits for its last byte."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
+        self._tokenizer = tokenizer
+        self._ids = list(prompt)
+        self._anchor = 0  # decoding starts here, for pieces whose text depends on what is before
+        self._shown = len(prompt)  # ids whose text was given out
+
+    def push(self, token: int) -> str:
+        """The text that is certain once `token` has come."""
+        self._ids.append(token)
+        return self._new_text(final=False)
+
+    def flush(self) -> str:
+        """What is left, with U+FFFD for bytes that make no character."""
+        return self._new_text(final=True)
+
+    def _new_text(self, final: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._anchor : self._shown])
+        after = self._tokenizer.decode(self._ids[self._anchor :])
+        if after.endswith("\N{REPLACEMENT CHARACTER}") and not final:
+            return ""
+        if before:
+            self._anchor = self._shown
+        self._shown = len(self._ids)
+        return after[len(before) :]
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
