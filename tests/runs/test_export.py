@@ -22,7 +22,7 @@ from cem_jax.config import Config
 from cem_jax.errors import UserError
 from cem_jax.model import pure
 from cem_jax.runs.evaluation import evaluate
-from cem_jax.runs.export import export_run, import_run
+from cem_jax.runs.export import export_run, import_run, layer_by_layer
 from cem_jax.runs.generation import generate_text
 from cem_jax.runs.run import Run
 
@@ -89,7 +89,7 @@ def test_every_name_is_documented(fields):
     table = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
     model = tiny_config(model=fields).model
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape), pure.abstract_parameters(model))
-    for name in export.layer_by_layer(zeros):
+    for name in layer_by_layer(zeros):
         general = ".".join("LAYER" if part.isdecimal() else part for part in name.split("."))
         assert f"`{general}`" in table, name
 
