@@ -76,7 +76,7 @@ class Loop:
                 self._between(state, start)
             for step in range(start, self.total):
                 with self.rate.waiting():
-                    _, batch = next(batches)
+                    batch = next(batches)
                 self._profile(step)
                 batch = place_batch(batch, self.setup.mesh)
                 state, measured = self.step(state, batch)

@@ -94,7 +94,7 @@ def _train(config: Config, workdir: epath.Path, init_from, stream, say, stop) ->
         start, (total, _) = int(state.step), length(config, extra)
         owes_validation = extra.get("owes_validation", False)
         consumed = windows_consumed(extra, config) if start else 0
-        setup.loader.go_on(start, consumed)
+        setup = setup._replace(loader=setup.loader.resumed(start, consumed))
         session.progress(f"step {start}, before the first one here")
         if start >= total:
             require_steps_left(workdir, extra, before, config)

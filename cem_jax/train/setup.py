@@ -83,7 +83,7 @@ def open_data(config: Config) -> Mixture:
     if problems:
         raise UserError(*problems)
     for dataset in mixture.sources:
-        check_token_ids(dataset, config.model.vocab_size)
+        check_token_ids(dataset)
     return mixture
 
 

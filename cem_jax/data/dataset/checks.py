@@ -39,21 +39,19 @@ def check_dataset(path: str | os.PathLike[str]) -> dict[str, Any]:
     return description
 
 
-def check_token_ids(dataset: Dataset, vocab_size: int) -> None:
-    """Raise UserError unless every token id, and the tokenizer, fits `vocab_size` pieces.
+def check_token_ids(dataset: Dataset) -> None:
+    """Check that every token id fits the dataset's tokenizer.
 
-    Reads the first 2²⁸ tokens of every split (under a second); loaders check what they read
-    against the tokenizer's size, so a damaged shard beyond that is found too.
+    Reads the first 2²⁸ tokens of every split (under a second); loaders check what they read, so a
+    damaged shard beyond that is found too.
+
+    Raises:
+      UserError: names the first id of each split that does not fit, with its place.
     """
     problems = []
-    if dataset.vocab_size > vocab_size:
-        problems.append(
-            f"{dataset.path}: the tokenizer has {dataset.vocab_size} pieces, more than "
-            f"model.vocab_size = {vocab_size}"
-        )
+    limit = dataset.vocab_size
     for name in dataset.splits:
         stream = TokenStream(dataset, name)
-        limit = min(vocab_size, dataset.vocab_size)
         for start, ids in _blocks(stream, min(len(stream), _SCAN_LIMIT)):
             if ids.max() >= limit:
                 index = start + int(np.argmax(ids >= limit))

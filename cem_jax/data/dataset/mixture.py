@@ -1,13 +1,10 @@
-"""Datasets mixed by weight: which source the n-th window comes from, as a pure function of n."""
+"""What a run trains on: one dataset, or several mixed by weight, in directories or at URLs."""
 
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-
-import numpy as np
-from jaxtyping import Int64
 
 from cem_jax.data.dataset.fetch import fetched
 from cem_jax.data.dataset.store import Dataset, open_dataset
@@ -68,39 +65,6 @@ class Mixture:
         if not parts:
             self.sources[0].split(split)  # raises
         return tuple(parts)
-
-    def choose(
-        self, index_N: Int64[np.ndarray, " N"]
-    ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
-        """For window numbers n >= 0: the source of each, and its number within the source.
-
-        Exact and evenly spread: among the first n windows each share is met to within the
-        number of sources, and every source's numbers run 0, 1, 2, … without gaps.
-        """
-        within_N = index_N.astype(np.int64)
-        source_N = np.full_like(within_N, len(self.sources) - 1)
-        open_N = np.ones(within_N.shape, bool)
-        left = sum(self.shares)
-        for source, share in enumerate(self.shares[:-1]):
-            before_N = within_N * share // left
-            taken_N = open_N & ((within_N + 1) * share // left > before_N)
-            source_N[taken_N] = source
-            # Windows not taken are renumbered among themselves and go on to the next source.
-            rest_N = open_N & ~taken_N
-            within_N = np.where(taken_N, before_N, np.where(rest_N, within_N - before_N, within_N))
-            open_N = rest_N
-            left -= share
-        return source_N, within_N
-
-    def drawn(self, windows: int) -> tuple[int, ...]:
-        """How many of the first `windows` windows come from each source."""
-        counts = []
-        left = sum(self.shares)
-        for share in self.shares:
-            counts.append(windows * share // left)
-            windows -= counts[-1]
-            left -= share
-        return tuple(counts)
 
 
 def single(dataset: Dataset) -> Mixture:

@@ -147,10 +147,6 @@ class TokenStream:
             start, count, shard = start + len(part), count - len(part), shard + 1
         return np.concatenate(parts)
 
-    def read_into(self, start: int, out: Int32[np.ndarray, " count"]) -> None:
-        """Copy tokens [start, start+len(out)) into `out`."""
-        out[:] = self.read(start, len(out))
-
     def gather(self, start_R: Int64[np.ndarray, " R"], length: int) -> Int32[np.ndarray, "R T"]:
         """The `length` tokens from each start on; IndexError outside the stream."""
         if len(start_R) and not 0 <= start_R.min() <= start_R.max() <= len(self) - length:

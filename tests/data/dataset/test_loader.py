@@ -81,9 +81,7 @@ def test_grain_serves_the_same_batches(dataset, prefetch):
     load = loader(dataset, prefetch=prefetch)
     batches = load.iterate(41)
     for expected in range(41, 60):
-        step, batch = next(batches)
-        assert step == expected
-        assert np.array_equal(batch["tokens"], load.batch(step)["tokens"])
+        assert np.array_equal(next(batches)["tokens"], load.batch(expected)["tokens"])
     batches.close()
 
 

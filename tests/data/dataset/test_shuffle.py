@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cem_jax.data.dataset.shuffle import hashed, permuted
+from cem_jax.data.dataset.order import hashed, permuted
 
 
 def permutation(size, *key):

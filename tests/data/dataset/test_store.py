@@ -19,9 +19,6 @@ def test_reads_across_shards(make_dataset, texts):
     for start in [0, 96, 97, len(whole), *rng.integers(0, len(whole), 50)]:
         count = int(rng.integers(0, len(whole) - start + 1))
         assert np.array_equal(stream.read(start, count), whole[start : start + count])
-    out = np.empty(300, np.int32)
-    stream.read_into(5, out)
-    assert np.array_equal(out, whole[5:305])
     for start, count in ((-1, 2), (len(whole), 1), (0, len(whole) + 1)):
         with pytest.raises(IndexError):
             stream.read(start, count)
@@ -117,18 +114,15 @@ def test_check_finds_what_opening_does_not(make_dataset, texts):
 @pytest.mark.parametrize("separator", ["bos", "eos"])
 def test_ids_that_do_not_fit_are_located(make_dataset, texts, tokenizer, separator):
     dataset = make_dataset(texts[:5], separator=separator)
-    check_token_ids(dataset, 512)
-    check_token_ids(dataset, 1000)
+    check_token_ids(dataset)
     first = len(tokenizer.encode(texts[0])) + 1
     overwrite(dataset, first + 4, 512)
     with pytest.raises(UserError) as caught:
-        check_token_ids(dataset, 512)
+        check_token_ids(dataset)
     assert caught.value.messages == (
         f"{dataset.path}/train/tokens-00000.npy, token {first + 4} (document 2): id 512 does not "
         "fit a vocabulary of 512",
     )
-    with pytest.raises(UserError, match=r"512 pieces, more than model\.vocab_size = 511"):
-        check_token_ids(dataset, 511)
 
 
 def test_another_tokenizer_is_refused_by_hash(make_dataset, texts):
