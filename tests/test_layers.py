@@ -17,7 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "text": {"errors"},
     "console": set(),
-    "config": BASE,
+    "config": {"sharding", *BASE},  # which fields a mesh must divide
     "storage": BASE,
     "sharding": BASE,
     "kernels": {"sharding"},

@@ -14,12 +14,13 @@ import jax
 from cem_jax.aot.roofline import estimate
 from cem_jax.aot.step import Compiled, compile_step, state_memory
 from cem_jax.aot.topology import Topology
-from cem_jax.config import Config, ModelConfig
+from cem_jax.config import Config, ModelConfig, mesh_sizes
 from cem_jax.errors import RunFailed, UserError
+from cem_jax.sharding.axes import MESH_AXES, ways
+from cem_jax.sharding.mesh import batch_ways, usual_meshes
 from cem_jax.train.setup import abstract_state, lay_out
 
 POLICIES = get_args(get_type_hints(ModelConfig)["remat"])
-TENSOR_SIZES = (1, 2, 4, 8)
 
 
 class Tried(NamedTuple):
@@ -85,22 +86,11 @@ def suggestions(
 
 
 def meshes(config: Config, topology: Topology, given: dict[str, int] | None) -> Iterator[Config]:
-    """Data, fsdp and tensor splits that divide; without those whose state alone is too large."""
-    context = max(1, config.mesh.context)
-    count = len(topology.devices) // context
-    shapes = []
-    for tensor in (t for t in TENSOR_SIZES if count % t == 0):
-        rest = count // tensor
-        pairs = [(rest, 1), (1, rest)] if tensor == 1 else [(1, rest)]
-        shapes += [(data, fsdp, tensor) for data, fsdp in pairs]
-    seen = {tuple((given or {}).values())}
-    for data, fsdp, tensor in shapes:
-        shape = (data, fsdp, tensor, context)
-        if shape in seen:
+    """Other meshes over which everything divides, without those whose state alone is too large."""
+    for mesh in usual_meshes(len(topology.devices), mesh_sizes(config)):
+        if mesh == given:
             continue
-        seen.add(shape)
-        mesh = dict(zip(("data", "fsdp", "tensor", "context"), shape, strict=True))
-        rows = _rows_for(config, data * fsdp)
+        rows = _rows_for(config, ways(mesh, "batch"))
         if rows == config.train.global_batch:
             rows = config.train.microbatch and rows  # as configured, where that is "all at once"
         candidate = None if rows == 0 else _changed(config, mesh=mesh, train={"microbatch": rows})
@@ -108,14 +98,14 @@ def meshes(config: Config, topology: Topology, given: dict[str, int] | None) -> 
             yield candidate
 
 
-def _rows_for(config: Config, ways: int) -> int | None:
-    """A microbatch as configured, or the next larger that divides over `ways` devices; 0: none."""
+def _rows_for(config: Config, devices: int) -> int | None:
+    """Return the smallest microbatch, from the configured one up, that divides; 0: none."""
     train = config.train
     least = train.microbatch or train.global_batch
     fitting = (
         rows
         for rows in range(least, train.global_batch + 1)
-        if train.global_batch % rows == 0 and rows % ways == 0
+        if train.global_batch % rows == 0 and rows % devices == 0
     )
     return next(fitting, 0)
 
@@ -138,10 +128,10 @@ def policies(config: Config) -> Iterator[Config]:
 
 def microbatches(best: Tried) -> Iterator[Config]:
     """Twice and half as many sequences at a time; a quarter where nothing fits yet."""
-    train, shape = best.config.train, best.compiled.mesh.shape
-    rows, ways = train.microbatch or train.global_batch, shape["data"] * shape["fsdp"]
+    train, devices = best.config.train, batch_ways(best.compiled.mesh)
+    rows = train.microbatch or train.global_batch
     for other in (2 * rows, rows // 2, *(() if best.compiled.fits else (rows // 4,))):
-        if other and other % ways == 0 and train.global_batch % other == 0:
+        if other and other % devices == 0 and train.global_batch % other == 0:
             candidate = _changed(best.config, train={"microbatch": other})
             if candidate is not None:
                 yield candidate
@@ -163,7 +153,7 @@ def overrides_of(given: Config, chosen: Config) -> dict[str, Any]:
     """The fields in which `chosen` differs, of those that are tried."""
     values = {}
     for section, names in (
-        ("mesh", ("data", "fsdp", "tensor", "context")),
+        ("mesh", MESH_AXES),
         ("model", ("remat",)),
         ("train", ("microbatch",)),
     ):

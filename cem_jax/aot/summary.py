@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
-from cem_jax.config import Config, ModelConfig
+from cem_jax.config import Config, ModelConfig, mesh_sizes
 from cem_jax.model import pure
-from cem_jax.sharding.mesh import MESH_AXES, resolve_sizes, spec_for
+from cem_jax.sharding.axes import MESH_AXES
+from cem_jax.sharding.divide import resolve_sizes
+from cem_jax.sharding.layout import spec_for
 from cem_jax.train.flops import folding_flops, forward_flops, training_flops_per_token
 from cem_jax.train.loss import sum_of_losses
-from cem_jax.train.setup import check_divides, mesh_sizes
+from cem_jax.train.setup import check_divides
 
 
 class Parameter(NamedTuple):

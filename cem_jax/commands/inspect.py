@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from cem_jax.commands.arguments import COUNT, add_config
+from cem_jax.sharding.axes import LOGICAL_RULES
 
 
 def add(commands: Any) -> None:
@@ -61,9 +62,12 @@ def _parameter_table(summary: dict[str, Any]) -> str:
     held = sum(sharding["bytes_per_device"] for sharding in summary["shardings"].values())
     total = ("all", "", f"{stacked // layers:,}", f"{summary['parameters']:,}", "", f"{held:,}")
     dtypes = " and ".join(sorted({s["dtype"] for s in summary["shardings"].values()}))
+    batch, positions, heads = (
+        "+".join(LOGICAL_RULES[dim]) for dim in ("batch", "sequence", "heads")
+    )
     note = f"""
 mesh: {mesh or "one device"}; all {dtypes}; the optimizer's two moments lie as the parameters do.
-The batch is split over data+fsdp, activations also over context, heads and M over tensor."""
+The batch is split over {batch}, activations also over {positions}, heads and M over {heads}."""
     return aligned([*rows, total], "<<>><>") + note
 
 

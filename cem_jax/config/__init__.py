@@ -9,6 +9,7 @@
 `configs/base.py` says what each field means.
 """
 
+from cem_jax.config.rules import mesh_sizes, split_sizes
 from cem_jax.config.schema import (
     AttentionConfig,
     CheckpointConfig,
@@ -45,4 +46,6 @@ __all__ = [
     "flattened",
     "leaves",
     "load_config",
+    "mesh_sizes",
+    "split_sizes",
 ]

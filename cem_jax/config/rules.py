@@ -9,6 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from cem_jax.sharding.axes import MESH_AXES
+from cem_jax.sharding.divide import Size, nearest_divisors, size_faults, undivided
+
 
 class UnknownField(Exception):
     """A field that a rule needs has no usable value."""
@@ -26,7 +29,7 @@ def violations(c: Any) -> Iterator[str]:
 def _heads(c: Any) -> Iterator[str]:
     dim, heads = c.model.dim, c.model.attention.heads
     if dim % heads:
-        fitting = _nearest_divisors(dim, heads)
+        fitting = nearest_divisors(dim, heads)
         yield (
             f"model.attention.heads: {heads} does not divide model.dim {dim}; "
             f"nearest: {_listed(fitting)}"
@@ -92,7 +95,7 @@ def _duration(c: Any) -> Iterator[str]:
 def _microbatch(c: Any) -> Iterator[str]:
     batch, micro = c.train.global_batch, c.train.microbatch
     if micro is not None and batch % micro:
-        fitting = _listed(_nearest_divisors(batch, micro))
+        fitting = _listed(nearest_divisors(batch, micro))
         yield (
             f"train.microbatch: {micro} does not divide train.global_batch {batch}; "
             f"nearest: {fitting}"
@@ -100,60 +103,37 @@ def _microbatch(c: Any) -> Iterator[str]:
 
 
 def _mesh(c: Any) -> Iterator[str]:
-    sizes = {name: getattr(c.mesh, name) for name in ("data", "fsdp", "tensor", "context")}
-    for name, size in sizes.items():
-        if size == 0:
-            yield f"mesh.{name}: expected a number of devices or -1 (what is left), got 0"
-    free = [f"mesh.{name}" for name, size in sizes.items() if size == -1]
-    if len(free) > 1:
-        yield f"{free[0]}: one axis at most may be -1, but so are {', '.join(free[1:])}"
+    yield from size_faults(mesh_sizes(c))
 
 
 def _mesh_divides(c: Any) -> Iterator[str]:
     """Axes of a stated size. What -1 comes to is known only beside the devices."""
-    heads, width, context = c.model.attention.heads, c.model.mlp.dim, c.data.context
-    data, fsdp, tensor = c.mesh.data, c.mesh.fsdp, c.mesh.tensor
-    batch, micro = c.train.global_batch, c.train.microbatch
-    rows = ("train.microbatch", micro, batch) if micro else ("train.global_batch", batch, None)
-    shared = math.gcd(heads, width)  # of both mesh.tensor is a divisor
-    found = [
-        _undivided("model.attention.heads", heads, c.model.dim, "mesh.tensor", tensor, shared),
-        _undivided("model.mlp.dim", width, None, "mesh.tensor", tensor, shared),
-        _undivided("data.context", context, None, "mesh.context", c.mesh.context, context, 2),
-        _undivided(*rows, "mesh.data", data, _left(rows[1], fsdp)),
-        _undivided(*rows, "mesh.fsdp", fsdp, _left(rows[1], data)),
-    ]
-    if not any(found[3:]) and data > 1 and fsdp > 1:
-        found.append(_undivided(*rows, "mesh.data times mesh.fsdp", data * fsdp, rows[1]))
-    yield from (message for message in found if message)
+    yield from undivided(split_sizes(c), mesh_sizes(c))
 
 
-def _undivided(
-    name: str, size: int, whole: int | None, axis: str, devices: int, limit: int, chunks: int = 1
-) -> str | None:
-    """That `size` does not divide over an axis, and what would.
+def mesh_sizes(c: Any) -> dict[str, int]:
+    """Return the devices along each mesh axis as configured; -1: what the others leave."""
+    return {axis: getattr(c.mesh, axis) for axis in MESH_AXES}
 
-    Args:
-      whole: what `size` must itself divide, if anything.
-      limit: what the axis must divide, other fields considered.
-      chunks: how many parts each device gets: attention gives an early and a late one.
-    """
-    ways = devices * chunks
-    if devices <= 1 or size % ways == 0:
-        return None
-    fitting = _nearest_divisors(limit // chunks if limit % chunks == 0 else 1, devices)
-    if whole is None:
-        sizes = [near for near in (size // ways * ways, (size // ways + 1) * ways) if near]
+
+def split_sizes(c: Any) -> list[Size]:
+    """Return every field whose size a mesh may split, with the other rules it is under."""
+    dim, heads, train = c.model.dim, c.model.attention.heads, c.train
+    pairs = 2 if c.model.attention.position == "rope" else 1  # an even head dimension
+    widest = ("model.dim / 2", dim // 2) if pairs == 2 else ("model.dim", dim)
+    if train.microbatch is None:
+        rows = Size("train.global_batch", train.global_batch, "batch")
     else:
-        sizes = _nearest_divisors(whole, size, ways)
-    nearest = [f"{axis} {_listed(fitting)}", *([f"{name} {_listed(sizes)}"] if sizes else [])]
-    over = f"{axis} {devices}" + (f" times {chunks} chunks, {ways}" if chunks > 1 else "")
-    return f"{name}: {size} is not a multiple of {over}; nearest: {' or '.join(nearest)}"
-
-
-def _left(rows: int, devices: int) -> int:
-    """Rows for the other axis, if these divide."""
-    return rows // devices if devices > 1 and rows % devices == 0 else rows
+        whole = ("train.global_batch", train.global_batch)
+        rows = Size("train.microbatch", train.microbatch, "batch", divides=whole)
+    return [
+        Size("model.vocab_size", c.model.vocab_size, "vocab", least=c.model.vocab_size),
+        Size("model.dim", dim, "embed", multiple=heads * pairs),
+        Size("model.attention.heads", heads, "heads", divides=widest),
+        Size("model.mlp.dim", c.model.mlp.dim, "mlp"),
+        Size("data.context", c.data.context, "sequence"),
+        rows,
+    ]
 
 
 def _split(c: Any) -> Iterator[str]:
@@ -192,16 +172,6 @@ _RULES = (
     _profile,
     _cache,
 )
-
-
-def _nearest_divisors(whole: int, wanted: int, step: int = 1) -> list[int]:
-    """The divisors of `whole` that are multiples of `step`, on either side of `wanted`."""
-    divisors = {d for d in range(1, math.isqrt(whole) + 1) if whole % d == 0}
-    divisors |= {whole // d for d in divisors}
-    fitting = [d for d in divisors if d % step == 0]
-    below = max((d for d in fitting if d < wanted), default=None)
-    above = min((d for d in fitting if d > wanted), default=None)
-    return [d for d in (below, above) if d is not None]
 
 
 def _listed(numbers: list[int]) -> str:

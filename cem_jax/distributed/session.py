@@ -22,7 +22,7 @@ from cem_jax.distributed.cluster import Cluster
 from cem_jax.distributed.rendezvous import meet, numbered, whoami
 from cem_jax.distributed.watchdog import Watchdog, complain, end_at_once
 from cem_jax.errors import RunFailed, UserError
-from cem_jax.sharding.mesh import MESH_AXES
+from cem_jax.sharding.axes import MESH_AXES
 
 _CONNECT_SECONDS = 120  # all processes are known to be there
 _HEARTBEAT_SECONDS = 100  # after which XLA takes a silent process for dead

@@ -102,7 +102,7 @@ def _compute(implementation: str, plan: Plan, direction: str, inputs: Inputs, *r
 def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
     """The forward or the backward function, of the platform that the program is compiled for."""
     split = split_in_use()
-    if split.places > 1:
+    if split.ways("sequence") > 1:
         _check_positions(inputs, split)
         plain = _over_mesh(blockwise, direction, _plain(plan))
     else:
@@ -133,7 +133,7 @@ def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
 
 
 def _check_positions(inputs: Inputs, split: Split) -> None:
-    reason = split_positions.obstacle(inputs.q.shape[1], split.places)
+    reason = split_positions.obstacle(inputs.q.shape[1], split.ways("sequence"))
     if reason is None and isinstance(part := share(inputs, split), str):
         reason = part
     if reason:
@@ -150,8 +150,8 @@ def _run(module, direction: str, plan: Plan, inputs: Inputs, *rest):
 
 def _over_mesh(module, direction: str, plan: Plan):
     compute, split = getattr(module, direction), split_in_use()
-    if split.places > 1:
-        over = dict(axis=split.positions, devices=split.places)
+    if split.ways("sequence") > 1:
+        over = dict(axis=split.axes("sequence"), devices=split.ways("sequence"))
         compute = partial(getattr(split_positions, direction), compute, **over)
     return _OVER_MESH[direction](compute, plan)
 

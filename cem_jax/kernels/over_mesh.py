@@ -14,25 +14,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from cem_jax.kernels.call import Inputs, Plan
-from cem_jax.sharding.layout import Split, spec, split_in_use
+from cem_jax.sharding.layout import Split, split_in_use
 
 
 def share(inputs: Inputs, split: Split) -> Inputs | str:
     """Shapes of one device's part of `inputs`, or what does not divide."""
     batch, positions, heads, _ = inputs.q.shape
-    for what, size, ways, axes in (
-        ("sequences", batch, split.rows, split.batch),
-        ("heads", heads, split.columns, split.heads),
-        ("positions", positions, split.places, split.positions),
+    for what, size, dim in (
+        ("sequences", batch, "batch"),
+        ("heads", heads, "heads"),
+        ("positions", positions, "sequence"),
     ):
-        if size % ways:
-            return f"{size} {what} do not divide over the {ways} devices of {' × '.join(axes)}"
-
-    ways = {"rows": split.rows, "heads": split.columns, "positions": split.places, None: 1}
+        if size % split.ways(dim):
+            axes = " × ".join(split.axes(dim))
+            return f"{size} {what} do not divide over the {split.ways(dim)} devices of {axes}"
 
     def part(x, dims):
-        dims = (*dims, *[None] * (x.ndim - len(dims)))
-        shape = tuple(size // ways[dim] for size, dim in zip(x.shape, dims, strict=True))
+        ways = [1 if dim is None else split.ways(dim) for dim in dims]
+        ways += [1] * (x.ndim - len(dims))
+        shape = tuple(size // n for size, n in zip(x.shape, ways, strict=True))
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
     pairs = zip(inputs, _input_dims(inputs), strict=True)
@@ -40,8 +40,8 @@ def share(inputs: Inputs, split: Split) -> Inputs | str:
 
 
 # What is split of each array's leading dimensions. Keys are whole on every device.
-_ROWS, _HEADS, _KEYS = ("rows",), ("heads",), ("rows", None, "heads")
-_ROWS_PLACED, _PLACED = ("rows", "positions"), ("rows", "positions", "heads")
+_ROWS, _HEADS, _KEYS = ("batch",), ("heads",), ("batch", None, "heads")
+_ROWS_PLACED, _PLACED = ("batch", "sequence"), ("batch", "sequence", "heads")
 
 
 def _input_dims(inputs: Inputs) -> Inputs:
@@ -52,18 +52,18 @@ def _input_dims(inputs: Inputs) -> Inputs:
 
 def _input_specs(inputs: Inputs, split: Split) -> Inputs:
     pairs = zip(inputs, _input_dims(inputs), strict=True)
-    return Inputs(*(None if x is None else spec(dims, split) for x, dims in pairs))
+    return Inputs(*(None if x is None else split.spec(*dims) for x, dims in pairs))
 
 
 def _output_specs(plan: Plan, split: Split):
     a = {"none": (), "summed": _ROWS_PLACED, "per_head": _PLACED}[plan.context]
-    return tuple(spec(dims, split) for dims in (("rows", "heads", "positions"), _PLACED, a))
+    return tuple(split.spec(*dims) for dims in (("batch", "heads", "sequence"), _PLACED, a))
 
 
 def _gradient_specs(inputs: Inputs, split: Split) -> Inputs:
     """Those of the inputs, but keys' gradients come summed, each device with its positions."""
     specs = _input_specs(inputs, split)
-    placed = lambda spec, dims: None if spec is None else spec(dims, split)
+    placed = lambda spec, dims: None if spec is None else split.spec(*dims)
     return specs._replace(
         k=placed(specs.k, _PLACED),
         v=placed(specs.v, _PLACED),
@@ -82,12 +82,12 @@ def _sum(x, axes: tuple[str, ...]):
 def forward_over_mesh(forward, plan: Plan):
     """`forward(inputs, plan)` on each device's part."""
     split = split_in_use()
-    if split.rows == split.columns == split.places == 1:
+    if not split:
         return lambda inputs: forward(inputs, plan)
 
     def local(inputs):
         lse, o, a = forward(inputs, plan)
-        return lse, o, _sum(a, split.heads) if plan.context == "summed" else a
+        return lse, o, _sum(a, split.axes("heads")) if plan.context == "summed" else a
 
     return lambda inputs: jax.shard_map(
         local,
@@ -100,17 +100,17 @@ def forward_over_mesh(forward, plan: Plan):
 def backward_over_mesh(backward, plan: Plan):
     """`backward(inputs, plan, …)` on each device's part, with the sums between devices."""
     split = split_in_use()
-    if split.rows == split.columns == split.places == 1:
+    if not split:
         return lambda inputs, *rest: backward(inputs, plan, *rest)
 
     def local(inputs, *rest):
         grads = backward(inputs, plan, *rest)
         shared_g = grads.g is not None and grads.g.ndim < grads.q.ndim
         return grads._replace(
-            g=_sum(grads.g, split.heads) if shared_g else grads.g,
-            h=_sum(grads.h, split.heads),
-            slopes=_sum(grads.slopes, split.batch),
-            self_bias=_sum(grads.self_bias, split.batch),
+            g=_sum(grads.g, split.axes("heads")) if shared_g else grads.g,
+            h=_sum(grads.h, split.axes("heads")),
+            slopes=_sum(grads.slopes, split.axes("batch")),
+            self_bias=_sum(grads.self_bias, split.axes("batch")),
         )
 
     def mapped(inputs, lse, o, a, cotangents):

@@ -76,9 +76,9 @@ class CEMAttention(CEMSublayer):
         )
         # Where the mesh splits positions, keys and h are gathered here, once for all T steps; keys
         # once each device has made its own.
-        k = lay_out(context.k, "rows", "positions", "heads")
-        k = lay_out(k, "rows", None, "heads")
-        h = None if context.h is None else lay_out(context.h, "rows")
+        k = lay_out(context.k, "batch", "sequence", "heads")
+        k = lay_out(k, "batch", None, "heads")
+        h = None if context.h is None else lay_out(context.h, "batch")
         return self._frame(context._replace(k=k, h=h))
 
     def force(self, u: Float[Array, "*B J D"], frame: Frame) -> Float[Array, "*B J D"]:

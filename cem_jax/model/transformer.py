@@ -76,9 +76,9 @@ class Transformer(nnx.Module):
 
         def apply(x, layer):
             x = nnx.merge(graph, layer)(x, segments, **steps)
-            return lay_out(x, "rows", "positions"), None
+            return lay_out(x, "batch", "sequence"), None
 
-        x = lay_out(self.embed(tokens, dtype), "rows", "positions")
+        x = lay_out(self.embed(tokens, dtype), "batch", "sequence")
         x = _over_layers(_rematerialised(apply, self.config), x, layers, self.config)[0]
         return rms_norm(x, self.norm[...], self.config.norm_eps)
 
@@ -94,13 +94,13 @@ class Transformer(nnx.Module):
         arrays.
         """
         graph, layers = nnx.split(self.blocks)
-        x = lay_out(self.embed(tokens, dtype), "rows", "positions")
+        x = lay_out(self.embed(tokens, dtype), "batch", "sequence")
         return jax.lax.scan(lambda x, layer: look(nnx.merge(graph, layer), x), x, layers)[1]
 
     def embed(self, tokens: Int[Array, "B J"], dtype=None) -> Float[Array, "B J D"]:
         """Embeddings of token ids; out-of-range ids are the caller's fault and give NaN."""
         # Its gradient too has whole rows before it is split: XLA would copy x to all devices.
-        table = lay_out(whole_rows(jnp.asarray(self.embedding[...])), "heads", None)
+        table = lay_out(whole_rows(jnp.asarray(self.embedding[...])), "vocab", None)
         rows = table.at[tokens]
         x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return x if dtype is None else x.astype(dtype)

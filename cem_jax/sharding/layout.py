@@ -1,58 +1,86 @@
 """Layout constraints on arrays inside a jitted function, under the mesh in use (`jax.set_mesh`).
 
-The axes are known by name; an axis of another name, or of size 1, is ignored.
+Dimensions are named as in `axes.LOGICAL_RULES`. Mesh axes of other names, or of size 1, are
+ignored.
 """
 
-import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import jax
 from jax import lax
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Shaped
 
-BATCH_AXES = ("data", "fsdp")
-HEAD_AXES = ("tensor",)
-POSITION_AXES = ("context",)
+from cem_jax.sharding.axes import LOGICAL_RULES, MESH_AXES, ways
 
 
-class Split(NamedTuple):
-    """The axes of the mesh in use that split rows, heads and positions, each with its size."""
+def spec_for(dims: Iterable[str | None], axes: Iterable[str] = MESH_AXES) -> PartitionSpec:
+    """Return the partition of an array whose dimensions are named `dims`, over these mesh axes.
 
-    batch: tuple[str, ...]
-    heads: tuple[str, ...]
-    positions: tuple[str, ...]
-    rows: int
-    columns: int
-    places: int
+    A mesh axis splits one dimension at most: the first that asks for it gets it.
+
+    Raises:
+      ValueError: a name is not in LOGICAL_RULES.
+    """
+    free = set(axes)
+    parts: list[str | tuple[str, ...] | None] = []
+    for dim in dims:
+        if dim is not None and dim not in LOGICAL_RULES:
+            raise ValueError(f"unknown dimension {dim!r}; known: {', '.join(LOGICAL_RULES)}")
+        given = tuple(axis for axis in LOGICAL_RULES.get(dim, ()) if axis in free)
+        free.difference_update(given)
+        parts.append(given[0] if len(given) == 1 else given or None)
+    return PartitionSpec(*parts)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The axes of a mesh that split arrays, each with its size, which is more than 1."""
+
+    sizes: dict[str, int]
+
+    def __bool__(self) -> bool:
+        return bool(self.sizes)
+
+    def axes(self, dim: str) -> tuple[str, ...]:
+        """Return the axes that split `dim`."""
+        return tuple(axis for axis in LOGICAL_RULES[dim] if axis in self.sizes)
+
+    def ways(self, dim: str) -> int:
+        """Count the parts into which `dim` is split."""
+        return ways(self.sizes, dim)
+
+    def spec(self, *dims: str | None) -> PartitionSpec:
+        """Return the partition of an array whose dimensions are named `dims`."""
+        return spec_for(dims, self.sizes)
 
 
 def split_in_use() -> Split:
-    """That of the mesh set by `jax.set_mesh`, without the axes that are manual already."""
+    """Return the split of the mesh set by `jax.set_mesh`, without axes that are manual already."""
     mesh = jax.sharding.get_abstract_mesh()
-    sizes = {
-        name: size
-        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-        if size > 1 and kind != AxisType.Manual
-    }
-    found = [
-        tuple(axis for axis in axes if axis in sizes)
-        for axes in (BATCH_AXES, HEAD_AXES, POSITION_AXES)
-    ]
-    return Split(*found, *(math.prod(sizes[axis] for axis in axes) for axes in found))
+    axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return Split(
+        {
+            name: size
+            for name, size, kind in axes
+            if name in MESH_AXES and size > 1 and kind != AxisType.Manual
+        }
+    )
 
 
-def lay_out(x: jax.Array, *dims: str | None) -> jax.Array:
-    """`x` split as `dims` ("rows", "positions", "heads" or None) say, if the mesh in use does."""
+def lay_out(x: Shaped[Array, "..."], *dims: str | None) -> Shaped[Array, "..."]:
+    """Constrain `x` to be split as its dimensions' names say, if the mesh in use splits anything.
+
+    Dimensions without a name at the end may be left out.
+    """
     split = split_in_use()
-    if split.rows == split.columns == split.places == 1:
-        return x
-    return lax.with_sharding_constraint(x, spec(dims, split))
+    return lax.with_sharding_constraint(x, split.spec(*dims)) if split else x
 
 
 @jax.custom_vjp
-def whole_rows(weight: jax.Array) -> jax.Array:
-    """A weight [F, D] of which each device has part of every row (fsdp), gathered; F stays split.
+def whole_rows(weight: Shaped[Array, "F D"]) -> Shaped[Array, "F D"]:
+    """Gather a weight of which each device has part of every row; F stays split.
 
     Left to itself XLA multiplies piece by piece while the pieces go round, and adds up outputs
     that are much larger than the weight. The gradient is summed and split again at once.
@@ -60,20 +88,11 @@ def whole_rows(weight: jax.Array) -> jax.Array:
     return _weight_as(weight, None)
 
 
-def _weight_as(weight, rows):
-    split = split_in_use()
-    if "fsdp" not in split.batch:
-        return weight
-    return lax.with_sharding_constraint(weight, P(split.heads or None, rows))
+def _weight_as(weight, row: str | None):
+    return lay_out(weight, "features", row) if split_in_use().axes("embed") else weight
 
 
 whole_rows.defvjp(
     lambda weight: (whole_rows(weight), None),
-    lambda _, bar: (_weight_as(bar, "fsdp"),),
+    lambda _, bar: (_weight_as(bar, "embed"),),
 )
-
-
-def spec(dims, split: Split) -> P:
-    """The partition of an array whose dimensions are split as `dims` say."""
-    axes = {"rows": split.batch, "heads": split.heads, "positions": split.positions, None: ()}
-    return P(*(axes[dim] or None for dim in dims))

@@ -19,7 +19,7 @@ from cem_jax.data.dataset.store import Dataset
 from cem_jax.distributed.session import global_arrays, local_rows, together
 from cem_jax.errors import UserError
 from cem_jax.model import pure
-from cem_jax.sharding.mesh import batch_sharding, in_mesh
+from cem_jax.sharding.mesh import batch_sharding, batch_ways, in_mesh
 from cem_jax.train.loss import sum_of_losses
 
 _AHEAD = 2  # batches handed to the device before the first one's result is read
@@ -55,7 +55,7 @@ class Evaluator:
         self.split = split
         mixture = dataset if isinstance(dataset, Mixture) else single(dataset)
         self._config = config
-        ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        ways = 1 if mesh is None else batch_ways(mesh)
         rows = batch or config.train.microbatch or config.train.global_batch
         self._batch = -(-rows // ways) * ways
         windows = None if limit is None else limit * config.train.global_batch

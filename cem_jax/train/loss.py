@@ -73,7 +73,7 @@ def sum_of_losses(
         weights = jnp.ones(targets_BJ.shape, sum_dtype)
     weights_BJ = lax.stop_gradient(weights.astype(sum_dtype))
     head_VD = model.head_weight()
-    places = split_in_use().places
+    places = split_in_use().ways("sequence")
     chunk = _chunk_length(*targets_BJ.shape, len(head_VD), shards * places, places)
     total, z = _chunked_losses((z_loss, chunk, places), x_BJD, head_VD, targets_BJ, weights_BJ)
     return Losses(total, lax.stop_gradient(z), weights_BJ.sum())

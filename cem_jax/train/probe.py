@@ -21,7 +21,7 @@ from cem_jax.energy import extreme_eigenvalues
 from cem_jax.model import pure
 from cem_jax.model.parameters import number
 from cem_jax.model.sublayer import CEMSublayer
-from cem_jax.sharding.mesh import in_mesh, replicated
+from cem_jax.sharding.mesh import batch_ways, in_mesh, replicated
 
 SUBLAYERS = ("attention", "mlp")
 _SEQUENCES = 4  # at least, where the batch has so many; a multiple of the devices that rows are on
@@ -35,7 +35,7 @@ def make_probe(config: Config, mesh: Mesh) -> Callable[[Any, Mapping[str, Array]
     """
     if "cem" not in (config.model.attention.kind, config.model.mlp.kind):
         return None
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    shards = batch_ways(mesh)
 
     def probe(parameters, batch):
         few = {name: _first_of_each(array, shards) for name, array in batch.items()}

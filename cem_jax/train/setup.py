@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from cem_jax.config import Config
+from cem_jax.config import Config, mesh_sizes, split_sizes
 from cem_jax.data.dataset.checks import check_token_ids
 from cem_jax.data.dataset.loader import TrainLoader
 from cem_jax.data.dataset.mixture import Mixture, open_mixture, open_source, single
@@ -16,15 +16,15 @@ from cem_jax.errors import UserError
 from cem_jax.kernels import Unavailable
 from cem_jax.model import pure
 from cem_jax.runs.jax_settings import configure_jax
+from cem_jax.sharding.divide import undivided
 from cem_jax.sharding.mesh import (
-    MESH_AXES,
     batch_sharding,
+    batch_ways,
     in_mesh,
     make_mesh,
     optimizer_shardings,
     replicated,
     shardings,
-    validate,
 )
 from cem_jax.train.evaluator import Evaluator
 from cem_jax.train.loss import sum_of_losses
@@ -123,7 +123,7 @@ def jitted_step(
 
     `state`: abstract, with shardings; the step's own state is donated and comes back laid out so.
     """
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    ways = batch_ways(mesh)
     step = make_train_step(config, total_steps, ways, ahead)
     out = (jax.tree.map(lambda leaf: leaf.sharding, state), None)
     return jax.jit(step, donate_argnums=0, out_shardings=out)
@@ -153,26 +153,11 @@ def lay_out(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh
     return mesh
 
 
-def mesh_sizes(config: Config) -> dict[str, int]:
-    """Devices along each axis as configured; -1: what the others leave."""
-    return {axis: getattr(config.mesh, axis) for axis in MESH_AXES}
-
-
 def check_divides(config: Config, mesh: Mesh | AbstractMesh) -> None:
-    """Raise UserError with every parameter's and the batch's dimensions that do not divide."""
-    names = {}
-    described = jax.tree_util.tree_leaves_with_path(
-        pure.describe(config.model), is_leaf=pure.is_info
-    )
-    for path, info in described:
-        names["model parameter " + "/".join(str(key.key) for key in path)] = (info.shape, info.axes)
-    validate(
-        mesh,
-        names,
-        global_batch=config.train.global_batch,
-        context=config.data.context,
-        microbatch=config.train.microbatch,
-    )
+    """Raise UserError with every field that does not divide over the mesh."""
+    faults = undivided(split_sizes(config), mesh.shape, resolved=True)
+    if faults:
+        raise UserError(*faults)
 
 
 def _check_kernels(config: Config, mesh: Mesh) -> None:

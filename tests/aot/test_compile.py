@@ -118,7 +118,7 @@ def test_refusals(flags, words, capsys):
 def test_a_batch_that_does_not_divide():
     code, out, err = command("--topology", "cpu:8", "--config.train.global_batch=12")
     assert (code, out) == (2, "")
-    assert "cem: error: train.global_batch = 12 does not divide over mesh.data = 8" in err
+    assert "cem: error: train.global_batch: 12 is not a multiple of mesh.data 8" in err
     assert "Traceback" not in err
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from cem_jax.kernels.call import Inputs
-from cem_jax.kernels.over_mesh import BATCH_AXES, HEAD_AXES, POSITION_AXES, Split, share
-from cem_jax.sharding.mesh import LOGICAL_RULES
+from cem_jax.kernels.over_mesh import share
+from cem_jax.sharding.layout import Split
 
 SCRIPT = """
 import jax
@@ -89,19 +89,13 @@ def test_every_gradient_is_that_of_one_device(meshes):
     assert "kernels.tpu shared" in done.stdout and "kernels.gpu shared" in done.stdout
 
 
-def test_axes_are_those_of_the_projects_meshes():
-    assert LOGICAL_RULES["batch"] == BATCH_AXES
-    assert LOGICAL_RULES["heads"] == HEAD_AXES
-    assert LOGICAL_RULES["sequence"] == POSITION_AXES
-
-
 def test_a_part_is_the_share_of_one_device_or_what_does_not_divide():
     x = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     inputs = Inputs(x(8, 5, 4, 3), x(8, 5, 4, 3), None, x(8, 5, 7), x(8, 5, 7), x(4), None, None)
-    part = share(inputs, Split(("data",), ("tensor",), (), 4, 2, 1))
+    part = share(inputs, Split({"data": 4, "tensor": 2}))
     assert part.q.shape == (2, 5, 2, 3)
     assert part.g.shape == part.h.shape == (2, 5, 7)
     assert part.slopes.shape == (2,)
     assert part.v is None
-    assert "8 sequences" in share(inputs, Split(("data", "fsdp"), (), (), 3, 1, 1))
-    assert "4 heads do not divide over the 3" in share(inputs, Split((), ("tensor",), (), 1, 3, 1))
+    assert "8 sequences" in share(inputs, Split({"fsdp": 3}))
+    assert "4 heads do not divide over the 3" in share(inputs, Split({"tensor": 3}))
