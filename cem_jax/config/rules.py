@@ -1,7 +1,6 @@
 """What must hold between the fields of a configuration, each rule with the numbers in its message.
 
-A rule reads fields by attribute and yields messages. It is given a view of a configuration that
-raises `UnknownField` for a field that is itself faulty; the rule is then skipped.
+A rule reads fields by attribute and yields messages.
 """
 
 import math
@@ -13,17 +12,17 @@ from cem_jax.sharding.axes import MESH_AXES
 from cem_jax.sharding.divide import Size, nearest_divisors, size_faults, undivided
 
 
-class UnknownField(Exception):
-    """A field that a rule needs has no usable value."""
+def violations(c: Any, *, partial: bool) -> Iterator[str]:
+    """Yield the message of every rule that the configuration `c` breaks.
 
-
-def violations(c: Any) -> Iterator[str]:
-    """The message of every rule that `c` breaks."""
+    A `partial` one lacks fields that are themselves faulty: rules that read one are skipped.
+    """
     for rule in _RULES:
         try:
             yield from rule(c)
-        except UnknownField:
-            continue
+        except AttributeError:
+            if not partial:
+                raise
 
 
 def _heads(c: Any) -> Iterator[str]:

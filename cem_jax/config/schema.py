@@ -6,16 +6,19 @@ or from JSON (`Config.from_dict`). Both report every violation at once, in one `
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, get_type_hints
 
 from cem_jax.config.file import read_config_file
 from cem_jax.config.names import unknown
-from cem_jax.config.rules import UnknownField, violations
+from cem_jax.config.rules import violations
 from cem_jax.config.values import Range, coerce, parse
 from cem_jax.errors import UserError
+from cem_jax.text import plain
 
 Count = Annotated[int, Range(low=1)]
 Positive = Annotated[float, Range(above=0)]
@@ -32,6 +35,7 @@ Update = Literal["autodiff", "closed_form"]
 
 # Pairs of which one field at most is set: setting one by an override unsets the other.
 _ALTERNATIVES = (("train.steps", "train.tokens"), ("data.path", "data.mixture"))
+_UNSET = {"train.steps": None, "train.tokens": None, "data.path": "", "data.mixture": ()}
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,11 @@ class TrainConfig:
         return self.global_batch // (self.microbatch or self.global_batch)
 
     def total_steps(self, tokens_per_step: int, surplus: int = 0) -> int:
-        """As of `Config`; `surplus`: tokens seen beyond those of as many steps as they are now."""
+        """Return the updates of the whole run.
+
+        `surplus`: tokens seen so far minus (steps so far × tokens per step now). Raises UserError
+        when the config does not say how many.
+        """
         if self.steps is not None:
             return self.steps
         if self.tokens is None:
@@ -217,29 +225,21 @@ class Config:
     log: LogConfig
 
     def __post_init__(self):
-        problems: list[str] = []
-        clean = _clean(Config, _plain(self), "", problems)
-        problems += violations(_Partial(clean))
-        if problems:
-            raise UserError(*problems)
-        for name, annotation in get_type_hints(Config, include_extras=True).items():
-            value = clean[name]
-            section = _build(annotation, value) if isinstance(value, dict) else value
-            object.__setattr__(self, name, section)
+        self._take(flattened(self), [])
 
     @property
     def tokens_per_step(self) -> int:
-        """Targets of one update: global batch times context."""
+        """Targets per update: global batch times context."""
         return self.train.global_batch * self.data.context
 
     @property
     def total_steps(self) -> int:
-        """Updates of the whole run. Raises UserError when the config does not say how long."""
+        """Updates of the whole run. Raises UserError when the config does not say how many."""
         return self.train.total_steps(self.tokens_per_step)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values that JSON can hold; `from_dict` is its inverse."""
-        return _plain(self)
+        """Return nested plain values that JSON can hold; `from_dict` is its inverse."""
+        return plain(self)
 
     @classmethod
     def from_dict(
@@ -256,10 +256,36 @@ class Config:
         """
         if not isinstance(values, Mapping):
             raise UserError(f"expected sections of fields, got {values!r}")
-        problems: list[str] = []
-        for name, value in _parsed(overrides, problems).items():
-            values = _replaced(values, name, value)
-        return _checked(values, problems)
+        given = flattened(values) | _parsed(overrides)
+        problems = [unknown(name, fields()) for name in given if name not in fields()]
+        for name in fields():
+            sections = itertools.accumulate(name.split("."), "{}.{}".format)
+            if not any(section in given for section in sections):
+                problems.append(f"{name}: missing")
+        config = object.__new__(cls)
+        config._take({name: given[name] for name in fields() if name in given}, problems)
+        return config
+
+    def _take(self, values: Mapping[str, Any], problems: list[str]) -> None:
+        """Check the values of dotted fields and hold them. Raises UserError with every problem.
+
+        Fields that `values` lacks are among the `problems`. A ValueError in place of a value is
+        what is wrong with it.
+        """
+        clean = {}
+        for name, value in values.items():
+            try:
+                if isinstance(value, ValueError):
+                    raise value
+                clean[name] = coerce(value, fields()[name])
+            except ValueError as error:
+                problems.append(f"{name}: {error}")
+        sound = SimpleNamespace(**_arguments(Config, clean, SimpleNamespace))
+        problems += violations(sound, partial=len(clean) < len(fields()))
+        if problems:
+            raise UserError(*problems)
+        for name, value in _arguments(Config, clean).items():
+            object.__setattr__(self, name, value)
 
 
 def load_config(path: str, overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = ()) -> Config:
@@ -271,7 +297,7 @@ def load_config(path: str, overrides: Mapping[str, Any] | Sequence[tuple[str, An
 
 
 def differences(a: Config, b: Config) -> list[str]:
-    """`field: value in a -> value in b` for every field that differs."""
+    """Return `field: value in a -> value in b` for every field that differs."""
     left, right = leaves(a), leaves(b)
     return [
         f"{name}: {left[name]!r} -> {right[name]!r}" for name in left if left[name] != right[name]
@@ -279,132 +305,72 @@ def differences(a: Config, b: Config) -> list[str]:
 
 
 def leaves(config: Config) -> dict[str, Any]:
-    """Every value of `config`, by its dotted name."""
+    """Return every value of `config`, as JSON can hold it, by its dotted name."""
     return flattened(config.to_dict())
 
 
-def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values by their dotted names."""
-    flat = {}
-    for name, value in values.items():
-        inner = flattened(value) if isinstance(value, Mapping) else {None: value}
-        flat |= {f"{name}.{deeper}" if deeper else name: leaf for deeper, leaf in inner.items()}
-    return flat
+def flattened(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings or sections by their dotted names."""
+    found = {}
+    for name, value in (values if isinstance(values, Mapping) else vars(values)).items():
+        if dataclasses.is_dataclass(value) or (isinstance(value, Mapping) and value):
+            found |= flattened(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 @functools.cache
 def fields() -> dict[str, Any]:
-    """Every leaf of the configuration: dotted name to annotated type."""
-    return dict(_declared(Config, ""))
+    """Return every leaf of the configuration: dotted name to annotated type."""
+    return dict(_declared(Config))
 
 
-def _declared(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, annotation in get_type_hints(cls, include_extras=True).items():
-        if dataclasses.is_dataclass(annotation):
-            yield from _declared(annotation, f"{prefix}{name}.")
+def _declared(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, kind in _hints(section).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _declared(kind, f"{prefix}{name}.")
         else:
-            yield prefix + name, annotation
+            yield prefix + name, kind
 
 
-_FAULTY = object()  # stands for a value that was already reported as wrong
-_MISSING = object()
-_UNSET = {"train.steps": None, "train.tokens": None, "data.path": "", "data.mixture": ()}
+@functools.cache
+def _hints(section: type) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
 
 
-class _Partial:
-    """A view of nested values for the rules, where a faulty or missing field is unknown."""
-
-    def __init__(self, values: Mapping[str, Any]):
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        value = self._values.get(name, _FAULTY)
-        if value is _FAULTY:
-            raise UnknownField(name)
-        return _Partial(value) if isinstance(value, Mapping) else value
-
-
-def _parsed(
-    overrides: Mapping[str, Any] | Sequence[tuple[str, Any]], problems: list[str]
+def _arguments(
+    section: type, values: Mapping[str, Any], make: type | None = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """Values of the overridden fields and of the alternatives that they unset."""
-    given = {}
+    """What a section is constructed with, of the dotted `values` that there are.
+
+    `make` takes the place of the classes of the sections in it.
+    """
+    found = {}
+    for name, kind in _hints(section).items():
+        dotted = prefix + name
+        if dataclasses.is_dataclass(kind):
+            found[name] = (make or kind)(**_arguments(kind, values, make, f"{dotted}."))
+        elif dotted in values:
+            found[name] = values[dotted]
+    return found
+
+
+def _parsed(overrides: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Values of the overridden fields and of the alternatives that they unset.
+
+    A ValueError in place of a value is what is wrong with it.
+    """
+    given: dict[str, Any] = {}
     for name, value in overrides.items() if isinstance(overrides, Mapping) else overrides:
-        try:
-            given[name] = _override(name, value)
-        except ValueError as error:
-            problems.append(str(error))
-            given[name] = _FAULTY
-    given = {name: value for name, value in given.items() if name in fields()}
-    for group in _ALTERNATIVES:
-        chosen = [name for name in group if given.get(name)]
-        if len(chosen) == 1:
-            (other,) = set(group) - set(chosen)
-            given.setdefault(other, _UNSET[other])
-    return given
-
-
-def _override(name: str, value: Any) -> Any:
-    if not isinstance(name, str):
-        raise ValueError(f"{name!r}: a field is named by text")
-    annotation = fields().get(name)
-    if annotation is None:
-        raise ValueError(unknown(name, fields()))
-    try:
-        return parse(value, annotation) if isinstance(value, str) else coerce(value, annotation)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _replaced(values: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """`values` with that of the dotted field replaced, or added."""
-    section, _, inner = name.partition(".")
-    if not inner:
-        return {**values, section: value}
-    old = values.get(section)
-    return {**values, section: _replaced(old if isinstance(old, Mapping) else {}, inner, value)}
-
-
-def _checked(values: Mapping[str, Any], problems: list[str]) -> Config:
-    problems = list(problems)
-    clean = _clean(Config, values, "", problems)
-    problems += violations(_Partial(clean))
-    if problems:
-        raise UserError(*problems)
-    return _build(Config, clean)
-
-
-def _clean(cls: type, values: Mapping[str, Any], prefix: str, problems: list[str]) -> dict:
-    """`values` with every leaf of its field's type; what is wrong goes to `problems`."""
-    hints = get_type_hints(cls, include_extras=True)
-    problems += [unknown(prefix + name, fields()) for name in values if name not in hints]
-    clean: dict[str, Any] = {}
-    for name, annotation in hints.items():
-        value = values.get(name, _MISSING)
-        if value is _FAULTY:
-            continue
-        if value is _MISSING:
-            problems.append(f"{prefix}{name}: missing")
-        elif not dataclasses.is_dataclass(annotation):
+        if isinstance(value, str) and name in fields():
             try:
-                clean[name] = coerce(value, annotation)
+                value = parse(value, fields()[name])
             except ValueError as error:
-                problems.append(f"{prefix}{name}: {error}")
-        elif isinstance(value, Mapping):
-            clean[name] = _clean(annotation, value, f"{prefix}{name}.", problems)
-        else:
-            problems.append(f"{prefix}{name}: expected a section of fields, got {value!r}")
-    return clean
-
-
-def _build(cls: type, clean: Mapping[str, Any]) -> Any:
-    hints = get_type_hints(cls, include_extras=True)
-    return cls(
-        **{n: _build(hints[n], v) if isinstance(v, Mapping) else v for n, v in clean.items()}
-    )
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return list(value) if isinstance(value, tuple) else value
+                value = error
+        given[name] = value
+    for pair in _ALTERNATIVES:
+        for one, other in (pair, pair[::-1]):
+            if given.get(one) and other not in given:
+                given[other] = _UNSET[other]
+    return given

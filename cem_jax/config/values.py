@@ -11,7 +11,7 @@ import os
 import types
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 _LARGEST_INTEGER = 2**63 - 1
 _TRUE = ("true", "1")
@@ -47,7 +47,7 @@ class Range:
 
 def describe(annotation: Any) -> str:
     """The type in a user's words: `an integer or None`."""
-    inner, optional = _strip(annotation)
+    inner, optional, _ = _kind(annotation)
     if get_origin(inner) is Literal:
         words = "one of " + ", ".join(get_args(inner))
     elif get_origin(inner) is tuple:
@@ -65,7 +65,7 @@ def coerce(value: Any, annotation: Any) -> Any:
 
     Raises ValueError with the reason, which does not name the field.
     """
-    inner, optional = _strip(annotation)
+    inner, optional, ranges = _kind(annotation)
     value = _unboxed(value)
     if value is None:
         if optional:
@@ -84,7 +84,7 @@ def coerce(value: Any, annotation: Any) -> Any:
         raise ValueError(f"expected a finite number, got {value}")
     if inner is int and abs(value) > _LARGEST_INTEGER:
         raise ValueError(f"{value} does not fit in 64 bits")
-    for limits in _ranges(annotation):
+    for limits in ranges:
         if not limits.holds(value):
             raise ValueError(f"{value:,} is out of range: must be {limits}")
     return value
@@ -96,7 +96,7 @@ def parse(text: str, annotation: Any) -> Any:
     Integers may be written 1_000 or 1e9, booleans true, false, 1 or 0, tuples `1,2`, `(1,2)` or
     `[1,2]`, and an optional field's absence None. Raises ValueError with the reason.
     """
-    inner, optional = _strip(annotation)
+    inner, optional, _ = _kind(annotation)
     stripped = text.strip()
     if optional and stripped in ("None", "none", "null"):
         return None
@@ -112,25 +112,24 @@ def parse(text: str, annotation: Any) -> Any:
     return coerce(value, annotation)
 
 
-def _strip(annotation: Any) -> tuple[Any, bool]:
-    """(the bare type, whether None is allowed too)."""
-    if get_origin(annotation) is Annotated:
-        return _strip(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        members = [m for m in get_args(annotation) if m is not types.NoneType]
-        (inner,) = members
-        return _strip(inner)[0], True
-    return annotation, False
+class _Kind(NamedTuple):
+    """An annotation taken apart: `Annotated[int, Range(low=1)] | None`."""
+
+    bare: Any  # int
+    optional: bool
+    ranges: tuple[Range, ...]  # wherever around the bare type
 
 
-def _ranges(annotation: Any) -> list[Range]:
-    """The ranges that stand anywhere around the bare type."""
+def _kind(annotation: Any) -> _Kind:
     if get_origin(annotation) is Annotated:
         first, *notes = get_args(annotation)
-        return [n for n in notes if isinstance(n, Range)] + _ranges(first)
+        inner = _kind(first)
+        found = tuple(note for note in notes if isinstance(note, Range))
+        return inner._replace(ranges=found + inner.ranges)
     if get_origin(annotation) in (Union, types.UnionType):
-        return [r for member in get_args(annotation) for r in _ranges(member)]
-    return []
+        (member,) = (m for m in get_args(annotation) if m is not types.NoneType)
+        return _kind(member)._replace(optional=True)
+    return _Kind(annotation, False, ())
 
 
 def _unboxed(value: Any) -> Any:
@@ -160,7 +159,7 @@ def _coerce_choice(value: Any, choices: tuple[str, ...]) -> str:
 
 def _describe_tuple(inner: Any) -> str:
     members = get_args(inner)
-    plural = {int: "integers", float: "numbers", str: "strings"}[_strip(members[0])[0]]
+    plural = {int: "integers", float: "numbers", str: "strings"}[_kind(members[0]).bare]
     if members[-1] is Ellipsis:
         return f"a sequence of {plural}"
     return f"{len(members)} {plural}"

@@ -184,7 +184,8 @@ def test_scalars_of_numpy_in_a_replaced_section():
 
 def test_a_section_replaced_by_a_value(config_file):
     path = config_file("del c.model.mlp", "c.model.mlp = 3")
-    assert messages(path=path) == ("model.mlp: expected a section of fields, got 3",)
+    (message,) = messages(path=path)
+    assert message.startswith("model.mlp: a section, not a field; it holds kind, dim, steps")
 
 
 def test_an_override_repairs_the_file(config_file):
@@ -263,12 +264,6 @@ def test_from_dict_checks():
         Config.from_dict(values)
     with pytest.raises(UserError, match="seed: missing"):
         Config.from_dict({})
-
-
-@pytest.mark.parametrize("name", [3, None])
-def test_names_of_fields_are_text(name):
-    with pytest.raises(UserError, match=f"{name}: a field is named by text"):
-        load_config(BASE, {name: 1})
 
 
 def test_replacing_a_field_checks_again():
