@@ -225,7 +225,7 @@ class Config:
     log: LogConfig
 
     def __post_init__(self):
-        self._take(flattened(self), [])
+        self._take(flattened(self))
 
     @property
     def tokens_per_step(self) -> int:
@@ -257,22 +257,20 @@ class Config:
         if not isinstance(values, Mapping):
             raise UserError(f"expected sections of fields, got {values!r}")
         given = flattened(values) | _parsed(overrides)
+        absent = dict.fromkeys(_absent(name, given) for name in fields())
         problems = [unknown(name, fields()) for name in given if name not in fields()]
-        for name in fields():
-            sections = itertools.accumulate(name.split("."), "{}.{}".format)
-            if not any(section in given for section in sections):
-                problems.append(f"{name}: missing")
+        problems += [f"{name}: missing" for name in absent if name]
         config = object.__new__(cls)
         config._take({name: given[name] for name in fields() if name in given}, problems)
         return config
 
-    def _take(self, values: Mapping[str, Any], problems: list[str]) -> None:
-        """Check the values of dotted fields and hold them. Raises UserError with every problem.
+    def _take(self, values: Mapping[str, Any], others: Sequence[str] = ()) -> None:
+        """Check the values of dotted fields and hold them.
 
-        Fields that `values` lacks are among the `problems`. A ValueError in place of a value is
-        what is wrong with it.
+        A ValueError in place of a value is what is wrong with it. Raises UserError with every
+        problem, and with the `others` that are known, such as fields that `values` lacks.
         """
-        clean = {}
+        clean, problems = {}, []
         for name, value in values.items():
             try:
                 if isinstance(value, ValueError):
@@ -281,7 +279,7 @@ class Config:
             except ValueError as error:
                 problems.append(f"{name}: {error}")
         sound = SimpleNamespace(**_arguments(Config, clean, SimpleNamespace))
-        problems += violations(sound, partial=len(clean) < len(fields()))
+        problems += [*others, *violations(sound, partial=len(clean) < len(fields()))]
         if problems:
             raise UserError(*problems)
         for name, value in _arguments(Config, clean).items():
@@ -337,6 +335,16 @@ def _declared(section: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 @functools.cache
 def _hints(section: type) -> dict[str, Any]:
     return get_type_hints(section, include_extras=True)
+
+
+def _absent(field: str, given: Mapping[str, Any]) -> str | None:
+    """The field, or the outermost section around it, of which nothing is given."""
+    for name in itertools.accumulate(field.split("."), "{}.{}".format):
+        if name in given:  # or something else is given in place of a section
+            return None
+        if not any(other.startswith(f"{name}.") for other in given):
+            return name
+    return None
 
 
 def _arguments(
