@@ -7,7 +7,7 @@ import pytest
 from tiny_figure import write_figure
 
 from cem_jax.cli import parse_arguments
-from cem_jax.config import load_config
+from cem_jax.config import Config, load_config
 from cem_jax.errors import UserError
 from cem_jax.studies.figures.grid import identity, read_sweep, runs_of
 from cem_jax.studies.figures.sweep import command
@@ -48,7 +48,7 @@ def test_identity_is_what_is_trained(figure):
     (run, other) = runs_of([read_sweep(figure())])
     same = {"data.path": "/somewhere", "checkpoint.every": 7, "seed": 5, "data.shuffle_seed": 5}
     changed = {"model.attention.steps": 2, "optimizer.learning_rate": 0.5, "train.steps": 4}
-    with_field = lambda name, value: load_config(run.file, {**run.changes, name: value})
+    with_field = lambda name, value: Config.from_dict(run.config.to_dict(), {name: value})
     for name, value in same.items():
         assert identity(with_field(name, value)) == identity(run.config), name
     for name, value in changed.items():

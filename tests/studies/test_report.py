@@ -170,10 +170,10 @@ def test_the_best_learning_rate(best, edge, folder):
     sweep = read_sweep(path)
     rows = [row(r, bowl(r.config.optimizer.learning_rate, best)) for r in runs_of([sweep])]
     for found in best_rates(points_of(sweep, rows)):
-        assert found["at_edge"] == edge
+        assert found.at_edge == edge
         ends = min(max(best, 0.0025), 0.04)
         # Akima's slopes are local: between points a factor 2 apart it is off by a few per cent
-        assert found["learning_rate"] == pytest.approx(ends, rel=0.1)
+        assert found.learning_rate == pytest.approx(ends, rel=0.1)
 
 
 def test_a_curve_has_only_the_seeds_of_all_its_rates(folder, capsys):

@@ -1,5 +1,6 @@
 """`cem sweep`: trains, evaluates, skips what is there, goes on after failures."""
 
+import dataclasses
 import json
 import math
 from argparse import Namespace
@@ -13,7 +14,7 @@ from cem_jax.cli import main
 from cem_jax.data.corpus import prepare
 from cem_jax.studies.figures import sweep
 from cem_jax.studies.figures.grid import read_sweep, runs_of
-from cem_jax.studies.figures.rows import read_rows, training_seconds, write_json
+from cem_jax.studies.figures.rows import read_rows, training_seconds
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_a_failing_run_does_not_stop_the_others(swept, figure):
         == {run.name for run in runs[:2]}
     )
     header, *lines = (workdir / "table.csv").read_text().splitlines()
-    assert header == ",".join(sweep.COLUMNS)
+    assert header == ",".join(table[0])
     assert len(lines) == 3
 
 
@@ -73,16 +74,16 @@ def test_a_row_says_what_the_run_cost_and_reached(swept, figure, dataset, capsys
     run = runs_of([read_sweep(figure)])[1]
     row = read_rows(epath.Path(workdir))[run.name]
     flags = ["--workdir", str(workdir / run.name), "--split", "test", "--json"]
-    for steps, expected in (([], row["loss"]), (["--attention-steps=2", "--mlp-steps=2"], None)):
+    for steps, expected in (([], row.loss), (["--attention-steps=2", "--mlp-steps=2"], None)):
         assert main(["eval", *flags, *steps]) == 0
         result = json.loads(capsys.readouterr().out)
-        assert result["loss"] == pytest.approx(expected or row["loss_at_steps"]["2"], rel=1e-6)
-    assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
-    assert row["tokens"] == 3 * 4 * 16
+        assert result["loss"] == pytest.approx(expected or row.loss_at_steps["2"], rel=1e-6)
+    assert row.perplexity == pytest.approx(math.exp(row.loss))
+    assert row.tokens == 3 * 4 * 16
     # 2·320·16 embeddings; 2·16² + β attention, diagonal 16; 3·16·24 MLP; 3 norms of 16; P
     a, p = 2 * 16 * 16 + 2 + 16, 2 * (16 + 2 * 16 * 4)
-    assert row["parameters"] == 2 * 320 * 16 + a + p + 3 * 16 * 24 + 3 * 16
-    assert str(dataset) not in json.dumps(row)
+    assert row.parameters == 2 * 320 * 16 + a + p + 3 * 16 * 24 + 3 * 16
+    assert str(dataset) not in json.dumps(dataclasses.asdict(row))
 
 
 def test_finished_runs_are_skipped(swept, figure, monkeypatch, capsys):
@@ -110,7 +111,7 @@ def test_a_row_that_lacks_an_evaluation_is_made_again(swept, folder, monkeypatch
     monkeypatch.setattr(sweep, "train", lambda config, folder: None)  # it is trained already
     argv = ["sweep", "--config", path, "--workdir", str(workdir), argv[-2]]
     assert main(argv) == 0
-    rows = [row["loss_at_steps"] for row in read_rows(epath.Path(workdir)).values()]
+    rows = [row.loss_at_steps for row in read_rows(epath.Path(workdir)).values()]
     assert sorted(sorted(steps) for steps in rows) == [[], ["2", "3"]]  # Llama has no such steps
 
 
@@ -118,7 +119,9 @@ def test_another_dataset_is_refused(swept, tmp_path, capsys):
     argv, _, _, results = swept
     data = argv[-2]
     for name, row in read_rows(epath.Path(results)).items():
-        write_json(epath.Path(tmp_path) / "rows" / f"{name}.json", row | {"dataset": "another"})
+        dataclasses.replace(row, dataset="another").write(
+            epath.Path(tmp_path) / "rows" / f"{name}.json"
+        )
     argv = ["sweep", "--config", argv[2], "--workdir", str(tmp_path / "w"), data]
     assert main([*argv, "--results", str(tmp_path / "rows")]) == 2
     assert "2 finished runs were on another dataset" in capsys.readouterr().err

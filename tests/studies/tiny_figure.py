@@ -1,5 +1,6 @@
 """A figure of one's own, small enough to train in a test, rows as if it had been run, a report."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from etils import epath
 
 from cem_jax.cli import main
 from cem_jax.studies.figures.grid import Run, read_sweep, runs_of
-from cem_jax.studies.figures.rows import FORMAT, write_json
+from cem_jax.studies.figures.rows import Row
 
 BASE = """
 from configs import base
@@ -71,31 +72,30 @@ def write_figure(
     return str(folder / f"{name}.py")
 
 
-def row(run: Run, perplexity: float, **fields) -> dict:
+def row(run: Run, perplexity: float, **fields) -> Row:
     """The row that a run would have left."""
-    made = {
-        "format": FORMAT,
-        "run": run.name,
-        "key": run.key,
-        "size": run.size,
-        "learning_rate": run.config.optimizer.learning_rate,
-        "seed": run.seed,
-        "parameters": 1000,
-        "training_flops": 2e9,
-        "tokens": 192,
-        "steps": 3,
-        "seconds": 1.5,
-        "split": "test",
-        "loss": 2.0,
-        "perplexity": perplexity,
-        "bits_per_byte": 1.25,
-        "loss_at_steps": {},
-        "dataset": "one",
-        "device": "1 × cpu",
-        "versions": {},
-        "config": run.config.to_dict(),
-    }
-    return made | fields
+    made = Row(
+        run=run.name,
+        key=run.key,
+        size=run.size,
+        learning_rate=run.config.optimizer.learning_rate,
+        seed=run.seed,
+        parameters=1000,
+        training_flops=2e9,
+        tokens=192,
+        steps=3,
+        seconds=1.5,
+        split="test",
+        loss=2.0,
+        perplexity=perplexity,
+        bits_per_byte=1.25,
+        loss_at_steps={},
+        dataset="one",
+        device="1 × cpu",
+        versions={},
+        config=run.config.to_dict(),
+    )
+    return dataclasses.replace(made, **fields)
 
 
 def keep(folder, path, perplexity, seeds=(0,), overrides=(), **fields):
@@ -103,9 +103,8 @@ def keep(folder, path, perplexity, seeds=(0,), overrides=(), **fields):
     for run in runs_of([read_sweep(path)], seeds, overrides):
         value = perplexity(run.uses[0].arm, run)
         if value is not None:
-            write_json(
-                epath.Path(folder / "rows") / f"{run.name}.json", row(run, float(value), **fields)
-            )
+            file = epath.Path(folder / "rows") / f"{run.name}.json"
+            row(run, float(value), **fields).write(file)
 
 
 def report(folder, capsys, *flags):

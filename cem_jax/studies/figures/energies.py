@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 from etils import epath
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from cem_jax.runs.metrics import FILE_NAME, read_metrics
 from cem_jax.storage.paths import entries
+from cem_jax.studies.figures.pictures import canvas
 
 # Fields of a line that are lists over layer and t, with how a picture calls them.
 QUANTITIES = {
@@ -46,8 +45,7 @@ def draw_energies(name: str, lines: Sequence[Mapping[str, Any]], picture: Path) 
     last = lines[-1]
     sublayers = [sublayer for sublayer in SUBLAYERS if sublayer in last]
     shown = [q for q in QUANTITIES if any(_filled(last[s].get(q)) for s in sublayers)]
-    figure = Figure(figsize=(3.4 * (1 + len(shown)), 3.2 * len(sublayers)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(3.4 * (1 + len(shown)), 3.2 * len(sublayers))
     rows = figure.subplots(len(sublayers), 1 + len(shown), squeeze=False)
     for axes, sublayer in zip(rows, sublayers, strict=True):
         _energy_over_steps(axes[0], sublayer, last[sublayer])

@@ -8,13 +8,13 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from cem_jax.config import Config, leaves, load_config
+from cem_jax.config import Config, flattened, leaves, load_config
 from cem_jax.config.file import call_in_file, split_argument
 from cem_jax.errors import UserError
 from cem_jax.runs.resume import is_free
@@ -79,16 +79,14 @@ class Run:
       size: the model size's name.
       config: resolved and checked.
       file: the configuration that it is a change of.
-      changes: dotted field -> value, from `file` to `config`.
-      uses: where it stands in figures.
+      uses: its places in figures.
       evaluate_steps: T to evaluate with in place of the trained one, for all its figures.
     """
 
     size: str
     config: Config
     file: str
-    changes: Mapping[str, Any]
-    uses: tuple["Use", ...] = field(default=())
+    uses: tuple["Use", ...]
     evaluate_steps: tuple[int, ...] = ()
 
     @property
@@ -190,39 +188,20 @@ def runs_of(
 
 def _runs(sweep: Sweep, seed: int, overrides: Sequence[tuple[str, Any]]) -> Iterator[Run]:
     for size, arms in sweep.arms.items():
-        file = sweep.files[size]
-        start = load_config(file)
-        base = leaves(start)
         for arm in arms:
             steps = () if arm.name == sweep.baseline else tuple(sweep.evaluate_steps)
             for rate in sweep.rates:
-                values = flat(arm.config.to_dict()) | dict.fromkeys(SEEDS, seed)
-                values[LEARNING_RATE] *= rate
-                changes = {name: value for name, value in values.items() if value != base[name]}
-                config = load_config(file, [*changes.items(), *overrides])
-                now = leaves(config)
-                changes = {name: now[name] for name in now if now[name] != base[name]}
+                learning_rate = rate * arm.config.optimizer.learning_rate
+                changes = [(LEARNING_RATE, learning_rate), *((name, seed) for name in SEEDS)]
+                config = Config.from_dict(arm.config.to_dict(), [*changes, *overrides])
                 use = Use(sweep.name, arm.name, rate)
-                yield Run(size, config, file, changes, (use,), steps)
+                yield Run(size, config, sweep.files[size], (use,), steps)
 
 
 def flag(field: str, value: Any) -> str:
     """The override of the dotted field, for a command line; not quoted for a shell."""
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return f"--config.{field}={text}"
-
-
-def flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values by their dotted names; tuples as lists."""
-
-    def walk(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in values.items():
-            if isinstance(value, Mapping):
-                yield from walk(value, f"{prefix}{name}.")
-            else:
-                yield prefix + name, list(value) if isinstance(value, tuple) else value
-
-    return dict(walk(config, ""))
 
 
 def _merged(first: Run | None, second: Run) -> Run:
@@ -238,7 +217,7 @@ def _override_problems(sweep: Sweep, overrides: Sequence[tuple[str, Any]]) -> It
         if name in SEEDS:
             yield f"{name}: a sweep sets it itself; --seeds N runs seeds 0 to N - 1"
         values = [
-            {repr(flat(arm.config.to_dict()).get(name)) for arm in arms}
+            {repr(flattened(arm.config.to_dict()).get(name)) for arm in arms}
             for arms in sweep.arms.values()
         ]
         several = name == LEARNING_RATE and len(sweep.rates) > 1

@@ -1,15 +1,18 @@
-"""A report as one HTML file that needs no other: pictures inlined, tables beside them.
+"""A report as one HTML file that needs no other, and copies of its pictures and tables beside it.
 
-It names the files that were written with it, so that a later report knows which are an earlier
-one's and not the user's own.
+The page names the files that were written with it, so that a later report knows which are an
+earlier one's and not the user's own.
 """
 
 import base64
 import html
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from cem_jax.errors import UserError
+
+_PAGE = "index.html"
 _WRITTEN = "cem-report-file"
 
 _STYLE = """
@@ -22,11 +25,18 @@ th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left }
 
 
 class Page:
-    """Sections of a page, written at the end."""
+    """The page and the files beside it, in `folder`, which is made. The page is written last."""
 
-    def __init__(self, title: str):
-        self._title = title
+    def __init__(self, folder: Path, title: str):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._title = folder, title
+        self._files: list[Path] = []
         self._parts = [f"<h1>{html.escape(title)}</h1>"]
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file that belongs to the report, for the caller to write."""
+        self._files.append(self._folder / name)
+        return self._files[-1]
 
     def heading(self, text: str) -> None:
         self._parts.append(f"<h2>{html.escape(text)}</h2>")
@@ -34,13 +44,15 @@ class Page:
     def paragraph(self, text: str) -> None:
         self._parts.append(f"<p>{html.escape(text)}</p>")
 
-    def picture(self, file: Path, words: str) -> None:
-        """A PNG, inlined; `words` for those who cannot see it."""
+    def picture(self, name: str, words: str, draw: Callable[[Path], None]) -> None:
+        """Inline the PNG that `draw` writes beside the page; `words`: what it shows, as text."""
+        file = self.file(name)
+        draw(file)
         data = base64.b64encode(file.read_bytes()).decode()
         alternative = html.escape(words, quote=True)
         self._parts.append(f'<img alt="{alternative}" src="data:image/png;base64,{data}">')
 
-    def list(self, items: Iterable[str]) -> None:
+    def bullets(self, items: Iterable[str]) -> None:
         self._parts.append(_list(items))
 
     def collapsed(self, summary: str, sections: Mapping[str, Iterable[str]]) -> None:
@@ -60,23 +72,35 @@ class Page:
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         self._parts.append(f"<table><tr>{head}</tr>{body}</table>")
 
-    def write(self, file: Path, written: Iterable[str]) -> None:
-        """`written`: names of the files of this report, the page too."""
+    def write(self) -> list[Path]:
+        """Write the page and remove files of an earlier one; return the paths, the page's last."""
+        page = self.file(_PAGE)
+        earlier, names = _written_with(page), {file.name for file in self._files}
         head = f'<meta charset="utf-8"><title>{html.escape(self._title)}</title>'
-        head += "".join(f'<meta name="{_WRITTEN}" content="{html.escape(n)}">' for n in written)
-        text = "\n".join(self._parts)
-        page = (
-            f"<!doctype html><html lang=en>{head}<style>{_STYLE}</style><body>{text}</body></html>"
+        head += "".join(
+            f'<meta name="{_WRITTEN}" content="{html.escape(name)}">' for name in sorted(names)
         )
-        file.write_text(page, encoding="utf-8")
+        text = "\n".join(self._parts)
+        page.write_text(
+            f"<!doctype html><html lang=en>{head}<style>{_STYLE}</style><body>{text}</body></html>",
+            encoding="utf-8",
+        )
+        for name in earlier - names:
+            (self._folder / name).unlink(missing_ok=True)
+        return self._files
 
 
-def is_report(file: Path) -> bool:
-    """Whether the page was written by a report."""
-    return bool(_names(file))
+def require_own(folder: Path) -> None:
+    """Raise UserError where `folder` has a page that no report wrote, or a link in its place."""
+    page = folder / _PAGE
+    if page.is_symlink() or (page.is_file() and not _names(page)):
+        raise UserError(
+            f"--output {folder}: {page.name} in it was not written by `cem report`; name another "
+            "directory, or remove it"
+        )
 
 
-def written_with(file: Path) -> set[str]:
+def _written_with(file: Path) -> set[str]:
     """Names of the pictures and tables that were written with the page; none without a page."""
     return {n for n in _names(file) if n.endswith((".png", ".csv")) and Path(n).name == n}
 

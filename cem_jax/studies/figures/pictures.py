@@ -1,19 +1,27 @@
-"""The pictures of a sweep: test perplexity over what the paper's figure has, and over FLOPs.
+"""The pictures of a sweep: each figure's own, and one overview of all arms of a size.
 
-A colour is one series of arms in both panels. Markers stand for sizes, or for arms where sizes lie
-apart by themselves; hollow ones, where one pass is compared with two, for one; error bars for one
-standard deviation over seeds.
+A figure's picture has test perplexity over what the paper's figure has, and over FLOPs. A colour is
+one series of arms in both panels. Markers stand for sizes, or for arms where sizes lie apart by
+themselves; hollow ones, where one pass is compared with two, for one; error bars for one standard
+deviation over seeds.
+
+The overview has perplexity over training FLOPs and over parameters, since more parameters are not
+the only cost. The baseline is on top, with a dashed line. The panels are scaled to where most arms
+lie; the few far above are at the upper edge, with an arrow and their perplexities.
 """
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
+from cem_jax.studies.figures import tables
 from cem_jax.studies.figures.grid import Arm, Sweep
 from cem_jax.studies.figures.results import Point, curves, interpolated
 from cem_jax.studies.figures.sections import Section
@@ -22,8 +30,10 @@ from cem_jax.text import format_count
 LLAMA = "#e377a2"
 COLOURS = ("#1f6fb4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#17becf")
 MARKERS = "o^svP*Xp"
+ARM_MARKERS = "o^svPX>"  # seven, and ten colours: 70 arms before one looks as another
 BASELINE_MARKER = "D"
 PERPLEXITY = "test perplexity"
+COSTS = {"training_flops": "training FLOPs", "parameters": "parameters"}
 
 
 def draw(section: Section, picture: Path) -> None:
@@ -31,8 +41,7 @@ def draw(section: Section, picture: Path) -> None:
     sweep, points, style = section.sweep, section.shown, _Style(section.sweep)
     # A learning rate changes no FLOPs: over them a curve would be a column of points.
     over_flops = sweep.plot != "learning_rate"
-    figure = Figure(figsize=(12 if over_flops else 7.5, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)  # pyplot would look for a display
+    figure = canvas(12 if over_flops else 7.5, 4.6)
     panels = figure.subplots(1, 1 + over_flops, squeeze=False)[0]
     _PLOTS[sweep.plot](panels[0], sweep, points, style)
     if over_flops:
@@ -46,7 +55,14 @@ def draw(section: Section, picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
-def count_axis(axes: Axes, words: str) -> None:
+def canvas(width: float, height: float) -> Figure:
+    """An empty picture, in inches; unlike pyplot's it looks for no display."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _count_axis(axes: Axes, words: str) -> None:
     """An x axis of large numbers, each tick with its unit: 8.25T, 760k."""
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel(words)
@@ -83,7 +99,7 @@ class _Style:
         axes.errorbar(
             x,
             point.perplexity,
-            yerr=point.spread or None,
+            yerr=point.deviation or None,
             fmt=self.marker(point),
             color=self.colour(point),
             mfc="white" if self._gain and point.arm.x == 1 else None,
@@ -130,21 +146,21 @@ def _over_parameters(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _
     for point in others:
         if point.size in base:
             twin = base[point.size]
-            ends = [twin.value("parameters"), point.value("parameters")]
+            ends = [twin.parameters, point.parameters]
             axes.plot(ends, [twin.perplexity, point.perplexity], color="0.8", lw=1, zorder=0)
     for point in points:
-        style.dots(axes, point.value("parameters"), point)
+        style.dots(axes, point.parameters, point)
     for point in base.values():  # at the foot of the panel, where no error bar reaches
         axes.text(
-            point.value("parameters"),
+            point.parameters,
             0.02,
-            f"{format_count(point.value('tokens'))} tokens",
+            f"{format_count(point.tokens)} tokens",
             transform=axes.get_xaxis_transform(),
             ha="center",
             fontsize=8,
         )
     axes.margins(x=0.12, y=0.16)
-    count_axis(axes, "parameters")
+    _count_axis(axes, "parameters")
 
 
 def _over_steps(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style) -> None:
@@ -212,22 +228,20 @@ def _gains(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style) -> 
 
 
 def _over_test_steps(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style) -> None:
-    import numpy as np
-
     base, others = _split(points, sweep)
     _baselines(axes, base)
     for point in others:
         for row in point.rows:
-            steps = sorted(map(int, row["loss_at_steps"]))
-            values = np.exp([row["loss_at_steps"][str(t)] for t in steps])
+            steps = sorted(map(int, row.loss_at_steps))
+            values = np.exp([row.loss_at_steps[str(t)] for t in steps])
             axes.plot(steps, values, f"{style.marker(point)}-", color=style.colour(point), lw=1)
     axes.set_xlabel("steps of recursion T at evaluation")
 
 
 def _over_flops(axes: Axes, points: Sequence[Point], style: _Style) -> None:
     for point in points:
-        style.dots(axes, point.value("training_flops"), point)
-    count_axis(axes, "training FLOPs")
+        style.dots(axes, point.training_flops, point)
+    _count_axis(axes, "training FLOPs")
 
 
 _PLOTS: dict[str, Callable[[Axes, Sweep, Sequence[Point], _Style], None]] = {
@@ -238,3 +252,68 @@ _PLOTS: dict[str, Callable[[Axes, Sweep, Sequence[Point], _Style], None]] = {
     "gain": _gains,
     "test_steps": _over_test_steps,
 }
+
+
+def arms_at(size: str, points: Sequence[Point]) -> list[Point]:
+    """Each run of the size once, with the seeds of the figure that has most; worst first."""
+    unique: dict[str, Point] = {}
+    for point in points:
+        if point.rows and point.size == size:
+            key = point.rows[0].key
+            unique[key] = max(unique.get(key, point), point, key=lambda p: len(p.rows))
+    return sorted(unique.values(), key=lambda point: -point.perplexity)
+
+
+def draw_overview(arms: Sequence[Point], baselines: set[str], picture: Path) -> None:
+    """A PNG of `arms_at`; `baselines`: names of the arms that the others are measured by."""
+    looks = [_look(index, arm, baselines) for index, arm in enumerate(arms)]
+    top = _top(arms)
+    figure = canvas(12, 7.5)
+    panels = figure.subplots(1, len(COSTS), sharey=True)
+    for axes, (name, words) in zip(panels, COSTS.items(), strict=True):
+        for arm, look in zip(arms, looks, strict=True):
+            _dot(axes, getattr(arm, name), arm, look, top)
+        _count_axis(axes, words)
+        axes.grid(alpha=0.3)
+    if any(arm.perplexity > top for arm in arms):
+        panels[0].set_ylim(top=top)
+    panels[0].set_ylabel(PERPLEXITY)
+    figure.suptitle(f"{arms[0].size}: all arms at the size's own learning rate")
+    handles = [_handle(arm, look) for arm, look in zip(arms, looks, strict=True)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9)
+    figure.savefig(picture, dpi=110)
+
+
+def _look(index: int, arm: Point, baselines: set[str]) -> dict[str, Any]:
+    if arm.arm.name in baselines:
+        hollow = {"mfc": "none", "mew": 2}  # another arm at the same place shows through
+        return {"marker": BASELINE_MARKER, "color": LLAMA, "ms": 12, "zorder": 5, **hollow}
+    marker = ARM_MARKERS[index % len(ARM_MARKERS)]
+    return {"marker": marker, "color": f"C{index % 10}", "ms": 8, "mec": "white", "zorder": 3}
+
+
+def _top(arms: Sequence[Point]) -> float:
+    """The upper end of the axis: above all arms but those more than three times as far above the
+    best as three quarters of the arms are, which would press the others into a line."""
+    finite = [arm.perplexity for arm in arms if np.isfinite(arm.perplexity)]
+    best, most = min(finite, default=1.0), float(np.quantile(finite or [1.0], 0.75))
+    limit = best + 3 * max(most - best, 0.01 * best)
+    ends = [arm.perplexity + (arm.deviation or 0.0) for arm in arms if arm.perplexity <= limit]
+    return max(ends, default=limit) + 0.1 * (limit - best)
+
+
+def _dot(axes: Axes, x: float, arm: Point, look: dict[str, Any], top: float) -> None:
+    if not arm.perplexity <= top:
+        axes.plot(x, top, clip_on=False, ls="", **look)
+        text, place = f"{tables.perplexity(arm.perplexity)} ↑", {"textcoords": "offset points"}
+        axes.annotate(text, (x, top), xytext=(0, -9), ha="center", va="top", fontsize=9, **place)
+        return
+    axes.errorbar(x, arm.perplexity, yerr=arm.deviation or None, capsize=3, elinewidth=1, **look)
+    if look["marker"] == BASELINE_MARKER:
+        axes.axhline(arm.perplexity, color=LLAMA, ls="--", lw=1.2, zorder=1)
+
+
+def _handle(arm: Point, look: dict[str, Any]) -> Line2D:
+    perplexity = tables.perplexity(arm.perplexity, arm.deviation)
+    label = f"{arm.arm.name} ({arm.figure}): {perplexity}"
+    return Line2D([], [], ls="", label=label, **look)

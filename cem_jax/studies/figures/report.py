@@ -7,6 +7,8 @@ the same place and this one has not.
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,17 +20,14 @@ from cem_jax.storage.remote import is_url
 from cem_jax.studies.figures import tables
 from cem_jax.studies.figures.energies import draw_energies, eigenvalue_table, energy_lines
 from cem_jax.studies.figures.grid import BASE, Sweep, read_sweep
-from cem_jax.studies.figures.overview import arms_at, draw_overview
-from cem_jax.studies.figures.page import Page, is_report, written_with
-from cem_jax.studies.figures.pictures import draw
-from cem_jax.studies.figures.results import COLUMNS, points_of
+from cem_jax.studies.figures.page import Page, require_own
+from cem_jax.studies.figures.pictures import arms_at, draw, draw_overview
+from cem_jax.studies.figures.results import points_of
 from cem_jax.studies.figures.rows import read_rows, write_csv
-from cem_jax.studies.figures.sections import Section
-from cem_jax.studies.figures.terminal import summary
-from cem_jax.studies.figures.unmatched import Unplaced, unplaced
+from cem_jax.studies.figures.sections import Section, summary
+from cem_jax.studies.figures.unmatched import Unmatched, unmatched
 
 PAPER = BASE.parent / "paper"
-_PAGE = "index.html"
 
 
 def report(
@@ -66,24 +65,30 @@ def report(
     rows, energies = list(read_rows(folder).values()), energy_lines(folder)
     if not rows and not energies:
         raise UserError(f"--workdir {folder}: no finished run in it, and no energies to draw")
-    sweeps = _sweeps(files, size, {row["size"] for row in rows}) if rows else []
+    sweeps = _sweeps(files, size, {row.size for row in rows}) if rows else []
     sections = [Section(sweep, points_of(sweep, rows, overrides)) for sweep in sweeps]
-    placed = {row["run"] for section in sections for p in section.points for row in p.rows}
-    others = [row for row in rows if row["run"] not in placed]
-    strays = unplaced(sweeps, others, overrides) if others else []
+    placed = {row.run for section in sections for p in section.points for row in p.rows}
+    others = [row for row in rows if row.run not in placed]
+    strays = unmatched(sweeps, others, overrides) if others else []
     if not energies and not placed:
         raise UserError(
-            f"--workdir {folder}: none of its runs stands in a figure as asked for",
+            f"--workdir {folder}: none of its runs matches a requested figure",
             *map(str, strays),
         )
     target = Path(output) if output else Path(folder) / "report"
-    _require_own(target / _PAGE)
+    require_own(target)
     with writing(epath.Path(target)):
-        written = _Written(target, f"Runs in {folder.name or folder}").all(
-            sections, strays, energies, sorted({row["dataset"] for row in rows})
-        )
-    print(*summary(sections, strays), target / _PAGE, sep="\n", file=out)
-    begun = [section for section in sections if section.begun]
+        page = Page(target, f"Runs in {folder.name or folder}")
+        _preface(page, strays, sorted({row.dataset for row in rows}))
+        begun = [section for section in sections if section.begun]
+        for section in begun:
+            _figure(page, section)
+        _overviews(page, begun)
+        for name, lines in energies.items():
+            _energies(page, name, lines)
+        _not_begun(page, [section for section in sections if not section.begun])
+        written = page.write()
+    print(*summary(sections, strays), written[-1], sep="\n", file=out)
     return {
         "runs": [line for section in begun for line in section.lines],
         "best_rates": [best for section in begun for best in section.best],
@@ -92,15 +97,6 @@ def report(
         "unplaced": [group.json() for group in strays],
         "files": written,
     }
-
-
-def _require_own(page: Path) -> None:
-    """Raises UserError for a page that is there and that no report wrote, or a link."""
-    if page.is_symlink() or (page.is_file() and not is_report(page)):
-        raise UserError(
-            f"--output {page.parent}: {page.name} in it was not written by `cem report`; name "
-            "another directory, or remove it"
-        )
 
 
 def _sweeps(chosen: Sequence[str], size: str | None, sizes: set[str]) -> list[Sweep]:
@@ -113,97 +109,60 @@ def _sweeps(chosen: Sequence[str], size: str | None, sizes: set[str]) -> list[Sw
     return [read_sweep(str(file), one) for one in wanted for file in files]
 
 
-class _Written:
-    """The files of a report in the folder `output`, which is made."""
+def _preface(page: Page, strays: Sequence[Unmatched], datasets: Sequence[str]) -> None:
+    if len(datasets) > 1:
+        page.paragraph(
+            f"The runs are of {len(datasets)} datasets and not to be compared across them: "
+            + ", ".join(datasets)
+        )
+    if strays:
+        count = sum(len(group.runs) for group in strays)
+        page.paragraph(f"Rows that match no requested figure: {count}")
+        page.bullets(map(str, strays))
 
-    def __init__(self, output: Path, title: str):
-        self.output = output
-        self.page = Page(title)
-        self.files: list[Path] = []
 
-    def all(
-        self,
-        sections: Sequence[Section],
-        strays: Sequence[Unplaced],
-        energies: Mapping[str, Sequence[Mapping[str, Any]]],
-        datasets: Sequence[str],
-    ) -> list[Path]:
-        """Write them all, the page last, and return them."""
-        self.output.mkdir(parents=True, exist_ok=True)
-        begun = [section for section in sections if section.begun]
-        self._preface(strays, datasets)
-        for section in begun:
-            self._figure(section)
-        self._overviews(begun)
-        for name, lines in energies.items():
-            self._energies(name, lines)
-        self._nothing([section for section in sections if not section.begun])
-        self._finish()
-        return self.files
+def _figure(page: Page, section: Section) -> None:
+    write_csv(epath.Path(page.file(f"{section.stem}.csv")), list(map(asdict, section.lines)))
+    page.heading(section.title)
+    if section.comparable:
+        page.picture(f"{section.stem}.png", section.title, partial(draw, section))
+    for note in section.notes:
+        page.paragraph(note)
+    page.table(tables.of_lines(section.lines))
+    page.table(tables.of_differences(section.differences))
+    page.table(tables.of_best_rates(section.best))
+    if section.missing:
+        page.paragraph(f"Not run yet: {len(section.missing)}")
+        page.bullets(section.missing)
 
-    def _preface(self, strays: Sequence[Unplaced], datasets: Sequence[str]) -> None:
-        if len(datasets) > 1:
-            self.page.paragraph(
-                f"The runs are of {len(datasets)} datasets and not to be compared across them: "
-                + ", ".join(datasets)
-            )
-        if strays:
-            count = sum(len(group.runs) for group in strays)
-            self.page.paragraph(f"Rows that stand in no figure as asked for: {count}")
-            self.page.list(map(str, strays))
 
-    def _figure(self, section: Section) -> None:
-        write_csv(epath.Path(self._file(f"{section.stem}.csv")), COLUMNS, section.lines)
-        self.page.heading(section.title)
-        if section.comparable:
-            picture = self._file(f"{section.stem}.png")
-            draw(section, picture)
-            self.page.picture(picture, section.title)
-        for note in section.notes:
-            self.page.paragraph(note)
-        self.page.table(tables.of_points(section.lines))
-        self.page.table(tables.of_differences(section.differences))
-        self.page.table(tables.of_best_rates(section.best))
-        if section.missing:
-            self.page.paragraph(f"Not run yet: {len(section.missing)}")
-            self.page.list(section.missing)
-
-    def _overviews(self, sections: Iterable[Section]) -> None:
-        own = [p for section in sections for p in section.present if p.rate == 1]
-        baselines = {section.sweep.baseline for section in sections}
-        for size in dict.fromkeys(point.size for point in own):
-            arms = arms_at(size, own)
-            if len(arms) > 2:  # two arms are a figure's own picture over again
-                picture = self._file(f"flops-{size}.png")
-                draw_overview(arms, baselines, picture)
-                self.page.heading(f"All arms at {size}, over training FLOPs and parameters")
-                self.page.picture(picture, f"perplexity over FLOPs at {size}")
-
-    def _energies(self, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        picture = self._file(f"energies-{name}.png")
-        draw_energies(name, lines, picture)
-        self.page.heading(f"Energies of {name}")
-        self.page.picture(picture, f"energies of {name}")
-        self.page.table(tables.of_anything(eigenvalue_table(lines)))
-
-    def _nothing(self, sections: Sequence[Section]) -> None:
-        """The figures of which there is no more than the baseline."""
-        if sections:
-            count = sum(len(section.missing) for section in sections)
-            self.page.heading("Figures not begun")
-            self.page.collapsed(
-                f"Figures: {len(sections)}; runs that are missing: {count}",
-                {f"{section.name}: {section.sweep.title}": section.missing for section in sections},
+def _overviews(page: Page, sections: Iterable[Section]) -> None:
+    own = [p for section in sections for p in section.present if p.rate == 1]
+    baselines = {section.sweep.baseline for section in sections}
+    for size in dict.fromkeys(point.size for point in own):
+        arms = arms_at(size, own)
+        if len(arms) > 2:  # two arms are a figure's own picture over again
+            page.heading(f"All arms at {size}, over training FLOPs and parameters")
+            page.picture(
+                f"flops-{size}.png",
+                f"perplexity over FLOPs at {size}",
+                partial(draw_overview, arms, baselines),
             )
 
-    def _finish(self) -> None:
-        earlier = written_with(self.output / _PAGE)
-        page = self._file(_PAGE)
-        written = {file.name for file in self.files}
-        self.page.write(page, sorted(written))
-        for name in earlier - written:
-            (self.output / name).unlink(missing_ok=True)
 
-    def _file(self, name: str) -> Path:
-        self.files.append(self.output / name)
-        return self.files[-1]
+def _energies(page: Page, name: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    page.heading(f"Energies of {name}")
+    draw_file = partial(draw_energies, name, lines)
+    page.picture(f"energies-{name}.png", f"energies of {name}", draw_file)
+    page.table(tables.of_anything(eigenvalue_table(lines)))
+
+
+def _not_begun(page: Page, sections: Sequence[Section]) -> None:
+    """List the figures of which no more than the baseline ran."""
+    if sections:
+        count = sum(len(section.missing) for section in sections)
+        page.heading("Figures not begun")
+        page.collapsed(
+            f"Figures: {len(sections)}; runs that are missing: {count}",
+            {f"{section.name}: {section.sweep.title}": section.missing for section in sections},
+        )

@@ -1,34 +1,46 @@
-"""What is known of a figure's arms: their rows, averaged over seeds; and the best learning rate."""
+"""What is known of a figure's arms: averages over seeds, best learning rates, what seeds decide.
+
+The runs of a seed share their data's order and, as far as shapes allow, their initialisation, so
+the difference between two arms varies less than either. It is decided when Student's 95 % interval
+of the mean difference, paired by seed, does not hold 0; with one seed nothing is.
+"""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from scipy.interpolate import Akima1DInterpolator
+from scipy.stats import t as student
 
-from cem_jax.studies.figures.grid import Arm, Run, Sweep, runs_of
+from cem_jax.studies.figures.grid import Arm, Run, Sweep, Use, runs_of
+from cem_jax.studies.figures.rows import Row
 
-COLUMNS = (
-    "figure",
-    "size",
-    "arm",
-    "learning_rate",
-    "seeds",
-    "seed_numbers",
-    "parameters",
-    "training_flops",
-    "tokens",
-    "seconds",
-    "loss",
-    "loss_std",
-    "perplexity",
-    "perplexity_std",
-    "bits_per_byte",
-)
+
+@dataclass(frozen=True)
+class Line:
+    """A point as figures' tables have it: means and standard deviations over seeds.
+
+    What only one seed, or no seed, was measured for is None.
+    """
+
+    figure: str
+    size: str
+    arm: str
+    learning_rate: float
+    seeds: int
+    seed_numbers: str
+    parameters: int
+    training_flops: float
+    tokens: int
+    seconds: float | None
+    loss: float
+    loss_std: float | None
+    perplexity: float
+    perplexity_std: float | None
+    bits_per_byte: float | None
 
 
 @dataclass(frozen=True)
@@ -40,45 +52,48 @@ class Point:
     arm: Arm
     rate: float
     learning_rate: float
-    rows: tuple[Mapping[str, Any], ...]
+    rows: tuple[Row, ...]
 
     @property
     def perplexity(self) -> float:
         """Mean over seeds."""
-        return mean(row["perplexity"] for row in self.rows)
+        return mean(row.perplexity for row in self.rows)
 
     @property
-    def spread(self) -> float:
-        """Standard deviation of the perplexity over seeds; 0 with one seed."""
-        return _std([row["perplexity"] for row in self.rows]) or 0.0
+    def deviation(self) -> float | None:
+        """Standard deviation of the perplexity over seeds; None with one seed."""
+        return _std([row.perplexity for row in self.rows])
 
     @property
     def seeds(self) -> tuple[int, ...]:
         """In ascending order."""
-        return tuple(sorted(row["seed"] for row in self.rows))
+        return tuple(sorted(row.seed for row in self.rows))
 
-    def value(self, name: str) -> float:
-        """A field of the rows that is the same for all seeds."""
-        return self.rows[0][name]
+    # The same for all seeds.
+    parameters = property(lambda self: self.rows[0].parameters)
+    training_flops = property(lambda self: self.rows[0].training_flops)
+    tokens = property(lambda self: self.rows[0].tokens)
 
-    def line(self) -> dict[str, Any]:
-        """One line of the figure's table, fields `COLUMNS`."""
-        average = lambda name: _mean([row[name] for row in self.rows])
-        return {
-            "figure": self.figure,
-            "size": self.size,
-            "arm": self.arm.name,
-            "learning_rate": self.learning_rate,
-            "seeds": len(self.rows),
-            "seed_numbers": _numbers(self.seeds),
-            **{name: self.value(name) for name in ("parameters", "training_flops", "tokens")},
-            "seconds": average("seconds"),
-            "loss": average("loss"),
-            "loss_std": _std([row["loss"] for row in self.rows]),
-            "perplexity": self.perplexity,
-            "perplexity_std": _std([row["perplexity"] for row in self.rows]),
-            "bits_per_byte": average("bits_per_byte"),
-        }
+    def line(self) -> Line:
+        """The point as a line of its figure's table."""
+        losses = [row.loss for row in self.rows]
+        return Line(
+            figure=self.figure,
+            size=self.size,
+            arm=self.arm.name,
+            learning_rate=self.learning_rate,
+            seeds=len(self.rows),
+            seed_numbers=_numbers(self.seeds),
+            parameters=self.parameters,
+            training_flops=self.training_flops,
+            tokens=self.tokens,
+            seconds=_mean([row.seconds for row in self.rows]),
+            loss=mean(losses),
+            loss_std=_std(losses),
+            perplexity=self.perplexity,
+            perplexity_std=self.deviation,
+            bits_per_byte=_mean([row.bits_per_byte for row in self.rows]),
+        )
 
     def __str__(self) -> str:
         rate = "" if self.rate == 1 else f", learning rate {self.learning_rate:g}"
@@ -86,45 +101,62 @@ class Point:
 
 
 def points_of(
-    sweep: Sweep,
-    rows: Iterable[Mapping[str, Any]],
-    overrides: Sequence[tuple[str, Any]] = (),
+    sweep: Sweep, rows: Iterable[Row], overrides: Sequence[tuple[str, str]] = ()
 ) -> list[Point]:
-    """Every arm of the sweep with the rows that are its: those of the same resolved configuration.
+    """Find each arm's rows: those of the same resolved configuration.
 
     `overrides`: those that the runs were made with.
     """
-    by_key: dict[str, list[Mapping[str, Any]]] = {}
+    by_key: dict[str, list[Row]] = {}
     for row in rows:
-        by_key.setdefault(row["key"], []).append(row)
+        by_key.setdefault(row.key, []).append(row)
     arms = {(size, arm.name): arm for size, arms in sweep.arms.items() for arm in arms}
 
-    def point(run: Run, use) -> Point:
-        found = sorted(by_key.get(run.key, []), key=lambda row: row["seed"])
+    def point(run: Run, use: Use) -> Point:
+        found = sorted(by_key.get(run.key, []), key=lambda row: row.seed)
         rate = run.config.optimizer.learning_rate
         return Point(sweep.name, run.size, arms[run.size, use.arm], use.rate, rate, tuple(found))
 
     return [point(run, use) for run in runs_of([sweep], (0,), overrides) for use in run.uses]
 
 
-def interpolate(
-    rates: Sequence[float], perplexities: Sequence[float], count: int = 401
-) -> tuple[Float[np.ndarray, " count"], Float[np.ndarray, " count"]]:
+Curve = tuple[Float[np.ndarray, " count"], Float[np.ndarray, " count"]]  # rates, perplexities
+
+
+@dataclass(frozen=True)
+class BestRate:
+    """The interpolated optimum of an arm; `at_edge`: it may lie beyond the rates that ran."""
+
+    figure: str
+    size: str
+    arm: str
+    learning_rate: float
+    perplexity: float
+    seeds: int
+    seed_numbers: str
+    at_edge: bool
+
+
+def interpolate(rates: Sequence[float], perplexities: Sequence[float], count: int = 401) -> Curve:
     """Akima's interpolation of perplexity over the logarithm of the learning rate.
 
     `rates` ascend. Returns `count` rates, evenly spaced in the logarithm, and their perplexities.
     """
     logs = np.log(np.asarray(rates, float))
     fine = np.linspace(logs[0], logs[-1], count)
-    curve = Akima1DInterpolator(logs, np.asarray(perplexities, float))(fine)
-    return np.exp(fine), curve
+    return np.exp(fine), Akima1DInterpolator(logs, np.asarray(perplexities, float))(fine)
 
 
-def best_rates(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """{figure, size, arm, learning_rate, perplexity, seeds, seed_numbers, at_edge} of each curve.
+def interpolated(curve: Sequence[Point]) -> Curve | None:
+    """`interpolate` of a curve from `curves`; None for fewer than three rates, or other seeds at
+    some of them, where a difference between rates would be one between seeds."""
+    if len(curve) < 3 or len({point.seeds for point in curve}) > 1:
+        return None
+    return interpolate([p.learning_rate for p in curve], [p.perplexity for p in curve])
 
-    `at_edge`: the lowest is an end of the range, and the optimum may lie beyond.
-    """
+
+def best_rates(points: Sequence[Point]) -> list[BestRate]:
+    """The optimum of each curve that can be interpolated."""
     found = []
     for (size, arm), curve in curves(points).items():
         line = interpolated(curve)
@@ -133,51 +165,124 @@ def best_rates(points: Sequence[Point]) -> list[dict[str, Any]]:
         rates, perplexities = line
         lowest = int(np.argmin(perplexities))
         found.append(
-            {
-                "figure": curve[0].figure,
-                "size": size,
-                "arm": arm,
-                "learning_rate": float(rates[lowest]),
-                "perplexity": float(perplexities[lowest]),
-                "seeds": len(curve[0].seeds),
-                "seed_numbers": _numbers(curve[0].seeds),
-                "at_edge": lowest in (0, len(rates) - 1),
-            }
+            BestRate(
+                figure=curve[0].figure,
+                size=size,
+                arm=arm,
+                learning_rate=float(rates[lowest]),
+                perplexity=float(perplexities[lowest]),
+                seeds=len(curve[0].seeds),
+                seed_numbers=_numbers(curve[0].seeds),
+                at_edge=lowest in (0, len(rates) - 1),
+            )
         )
     return found
 
 
-def interpolated(
-    curve: Sequence[Point],
-) -> tuple[Float[np.ndarray, " count"], Float[np.ndarray, " count"]] | None:
-    """`interpolate` of a curve from `curves`; None for fewer than three rates, or other seeds at
-    some of them, where a difference between rates would be one between seeds."""
-    if len(curve) < 3 or len({point.seeds for point in curve}) > 1:
-        return None
-    return interpolate([p.learning_rate for p in curve], [p.perplexity for p in curve])
-
-
 def curves(points: Iterable[Point]) -> dict[tuple[str, str], list[Point]]:
-    """The points that are there, by size and arm, in ascending order of the learning rate.
+    """The points that ran, by size and arm, in ascending order of the learning rate.
 
-    Of each only the seeds that all rates of its arm have; all of its own where these are none.
+    Each arm's points keep only the seeds that ran at all its rates, or all where there are none.
     """
     found: dict[tuple[str, str], list[Point]] = {}
     for point in points:
         if point.rows:
             found.setdefault((point.size, point.arm.name), []).append(point)
     return {
-        key: sorted(_of_shared_seeds(curve), key=lambda p: p.learning_rate)
+        key: sorted(_with_shared_seeds(curve), key=lambda p: p.learning_rate)
         for key, curve in found.items()
     }
 
 
-def _of_shared_seeds(curve: Sequence[Point]) -> Sequence[Point]:
+def _with_shared_seeds(curve: Sequence[Point]) -> Sequence[Point]:
     shared = set.intersection(*(set(point.seeds) for point in curve))
     if not shared:
         return curve
-    keep = lambda point: tuple(row for row in point.rows if row["seed"] in shared)
+    keep = lambda point: tuple(row for row in point.rows if row.seed in shared)
     return [replace(point, rows=keep(point)) for point in curve]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much one arm's loss differs from another's, paired by seed.
+
+    Attributes:
+      seeds: how many both have.
+      difference: nats per token; negative where the arm is better.
+      interval: half the width of its 95 % interval; None for one seed.
+      verdict: better, worse or undecided.
+    """
+
+    figure: str
+    size: str
+    arm: str
+    against: str
+    seeds: int
+    difference: float
+    interval: float | None
+    verdict: str
+
+
+def differences(sweep: Sweep, points: Sequence[Point]) -> list[Difference]:
+    """Compare each arm with the baseline, and with the arm before it in its series.
+
+    That is the arm of the next smaller T, or simply the one before where arms have no T.
+    """
+    found = []
+    for arm, other in _pairs(sweep, [p for p in points if p.rows and p.rate == 1]):
+        ours, theirs = ({row.seed: row.loss for row in p.rows} for p in (arm, other))
+        pairs = (ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys()))
+        values = [pair for pair in pairs if math.isfinite(pair)]  # not of a run that diverged
+        if values:
+            found.append(
+                Difference(
+                    figure=sweep.name,
+                    size=arm.size,
+                    arm=arm.arm.name,
+                    against=other.arm.name,
+                    seeds=len(values),
+                    difference=mean(values),
+                    interval=half_interval(values),
+                    verdict=_verdict(values),
+                )
+            )
+    return found
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half the width of Student's 95 % interval of the mean; None for fewer than two values."""
+    n = len(values)
+    if n < 2:
+        return None
+    return float(student.ppf(0.975, n - 1)) * stdev(values) / math.sqrt(n)
+
+
+def _verdict(values: Sequence[float]) -> str:
+    half = half_interval(values)
+    if half is None or not abs(mean(values)) > half:
+        return "undecided"
+    return "better" if mean(values) < 0 else "worse"
+
+
+def _pairs(sweep: Sweep, points: Sequence[Point]) -> Iterator[tuple[Point, Point]]:
+    for size in dict.fromkeys(point.size for point in points):
+        here = [point for point in points if point.size == size]
+        base = next((p for p in here if p.arm.name == sweep.baseline), None)
+        for index, point in enumerate(here):
+            if base is not None and point is not base:
+                yield point, base
+            before = [p for p in here[:index] if _leads_to(p, point)]
+            if before and before[-1] is not base:
+                yield point, before[-1]
+
+
+def _leads_to(earlier: Point, later: Point) -> bool:
+    """Whether a figure goes from one arm to the other: by steps of recursion, or arm by arm."""
+    if earlier.arm.series != later.arm.series:
+        return False
+    if earlier.arm.x is None or later.arm.x is None:
+        return earlier.arm.x is later.arm.x
+    return earlier.arm.x < later.arm.x
 
 
 def _numbers(seeds: Sequence[int]) -> str:
@@ -189,5 +294,5 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _std(values: Sequence[float]) -> float | None:
-    """Of a sample; None for one value."""
+    """Of a sample; None for one value, or where one is not finite."""
     return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None

@@ -5,14 +5,16 @@ a run whose row is there is not run again. `cem report` reads both.
 """
 
 import csv
+import dataclasses
 import io
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from numbers import Real
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 from etils import epath
@@ -27,48 +29,88 @@ from cem_jax.train.flops import training_flops_per_token
 
 FORMAT = "cem_jax row 1"
 SPLIT = "test"
-
-_FIELDS = (
-    dict.fromkeys(("run", "key", "size", "dataset"), str)
-    | dict.fromkeys(("learning_rate", "seed", "parameters", "training_flops", "tokens"), Real)
-    | dict.fromkeys(("loss", "perplexity"), Real)
-    | dict.fromkeys(("seconds", "bits_per_byte"), Real | None)
-    | dict.fromkeys(("loss_at_steps", "config"), Mapping)
-)
 _MEASURED = ("loss", "perplexity", "loss_at_steps")
 
 
-def measure(run: Run, workdir: epath.Path, dataset: str) -> dict[str, Any]:
-    """The row of a run that was trained in `workdir`, evaluated on the test split.
+@dataclass(frozen=True)
+class Row:
+    """What is kept of one finished run.
+
+    Attributes:
+      run: its name.
+      key: the same for runs that differ in their seeds only.
+      seconds: of all training steps; None where too few were measured.
+      loss: on `split`, in nats, as `perplexity`; NaN where the run diverged.
+      loss_at_steps: T at evaluation, as text -> loss.
+      dataset: its fingerprint.
+      config: all fields, without what is particular to a machine.
+    """
+
+    run: str
+    key: str
+    size: str
+    learning_rate: Real
+    seed: Real
+    parameters: Real
+    training_flops: Real
+    tokens: Real
+    steps: Real
+    seconds: Real | None
+    split: str
+    loss: Real
+    perplexity: Real
+    bits_per_byte: Real | None
+    loss_at_steps: Mapping
+    dataset: str
+    device: str
+    versions: Mapping
+    config: Mapping
+
+    def write(self, file: epath.Path) -> None:
+        """Write it as JSON: all of the file or none of it."""
+        write_json(file, {"format": FORMAT} | dataclasses.asdict(self))
+
+
+_FIELDS = get_type_hints(Row)
+
+
+def measure(run: Run, workdir: epath.Path, dataset: str) -> Row:
+    """Measure a run that was trained in `workdir` on the test split.
 
     Its last validation is taken if that was of the test split; otherwise it is evaluated here.
     """
     lines = read_metrics(workdir)
     config = run.config
     tokens = config.total_steps * config.tokens_per_step
-    device = jax.devices()[0]
-    result = _last_validation(lines, config.total_steps) or _evaluate(workdir)
-    at_steps = {str(steps): _evaluate(workdir, steps)["loss"] for steps in run.evaluate_steps}
-    return {
-        "format": FORMAT,
-        "run": run.name,
-        "key": run.key,
-        "size": run.size,
-        "learning_rate": config.optimizer.learning_rate,
-        "seed": run.seed,
-        "parameters": pure.count(config.model),
-        "training_flops": tokens * training_flops_per_token(config.model, config.data.context),
-        "tokens": tokens,
-        "steps": config.total_steps,
-        "seconds": training_seconds(lines),
-        "split": SPLIT,
+    result = _last_validation(lines, config.total_steps) or evaluate(workdir, split=SPLIT)
+    return Row(
+        run=run.name,
+        key=run.key,
+        size=run.size,
+        learning_rate=config.optimizer.learning_rate,
+        seed=run.seed,
+        parameters=pure.count(config.model),
+        training_flops=training_flops(run),
+        tokens=tokens,
+        steps=config.total_steps,
+        seconds=training_seconds(lines),
+        split=SPLIT,
         **{name: result[name] for name in ("loss", "perplexity", "bits_per_byte")},
-        "loss_at_steps": at_steps,
-        "dataset": dataset,
-        "device": f"{jax.device_count()} × {device.device_kind}, {os.cpu_count()} CPU cores",
-        "versions": {name: version(name) for name in ("cem_jax", "jax")},
-        "config": _without_places(config.to_dict()),
-    }
+        loss_at_steps={str(t): _loss_at(workdir, t) for t in run.evaluate_steps},
+        dataset=dataset,
+        device=(
+            f"{jax.device_count()} × {jax.devices()[0].device_kind}, {os.cpu_count()} CPU cores"
+        ),
+        versions={name: version(name) for name in ("cem_jax", "jax")},
+        config=_without_places(config.to_dict()),
+    )
+
+
+def training_flops(run: Run) -> float:
+    """FLOPs of the run's training."""
+    config = run.config
+    tokens = config.total_steps * config.tokens_per_step
+    return tokens * training_flops_per_token(config.model, config.data.context)
 
 
 def training_seconds(lines: list[dict[str, Any]]) -> float | None:
@@ -85,8 +127,8 @@ def training_seconds(lines: list[dict[str, Any]]) -> float | None:
     return total
 
 
-def read_rows(folder: epath.Path) -> dict[str, dict[str, Any]]:
-    """The rows in `folder` and in the folders within it, by the runs' names.
+def read_rows(folder: epath.Path) -> dict[str, Row]:
+    """Read the rows in `folder` and in the folders within it, by the runs' names.
 
     A loss or perplexity of null, as of a run that diverged, is NaN. Raises UserError for a file
     that is no JSON or lacks a row's fields; JSON files that hold no row are passed over.
@@ -100,12 +142,13 @@ def read_rows(folder: epath.Path) -> dict[str, dict[str, Any]]:
             continue
         if not isinstance(values, Mapping) or values.get("format") != FORMAT:
             continue
-        row = dict(values) | {n: _finite_or_nan(values.get(n)) for n in _MEASURED}
-        wrong = [name for name, kind in _FIELDS.items() if not isinstance(row.get(name), kind)]
+        values = {name: values.get(name) for name in _FIELDS}
+        values |= {name: _finite_or_nan(values[name]) for name in _MEASURED}
+        wrong = [name for name, kind in _FIELDS.items() if not isinstance(values[name], kind)]
         if wrong:
             problems.append(f"{file}: a row without, or of another kind: {', '.join(wrong)}")
         else:
-            rows[row["run"]] = row
+            rows[values["run"]] = Row(**values)
     if problems:
         raise UserError(*problems)
     return rows
@@ -119,14 +162,14 @@ def _finite_or_nan(value: Any) -> Any:
 
 
 def write_json(path: epath.Path, value: Any) -> None:
-    """Whole or not at all."""
+    """Write a JSON file, all of it or none."""
     _write(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def write_csv(path: epath.Path, columns: Sequence[str], table: Sequence[Mapping[str, Any]]) -> None:
-    """Whole or not at all."""
+def write_csv(path: epath.Path, table: Sequence[Mapping[str, Any]]) -> None:
+    """Write a table, whose columns are the first line's fields; all of it or none."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(table)
     _write(path, text.getvalue())
@@ -149,5 +192,5 @@ def _last_validation(lines: list[dict[str, Any]], step: int) -> dict[str, Any] |
     return next((line for line in found if line["split"] == SPLIT), None)
 
 
-def _evaluate(workdir: epath.Path, steps: int | None = None) -> dict[str, Any]:
-    return evaluate(workdir, split=SPLIT, attention_steps=steps, mlp_steps=steps)
+def _loss_at(workdir: epath.Path, steps: int) -> float:
+    return evaluate(workdir, split=SPLIT, attention_steps=steps, mlp_steps=steps)["loss"]

@@ -1,13 +1,22 @@
-"""What a report has to say of one figure: the points that ran, tables, and what is missing."""
+"""What a report has to say of each figure: the points that ran, tables, and what is missing."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from cem_jax.studies.figures.differences import differences
+from cem_jax.studies.figures import tables
 from cem_jax.studies.figures.grid import Sweep
-from cem_jax.studies.figures.results import Point, best_rates, curves, interpolated
+from cem_jax.studies.figures.results import (
+    BestRate,
+    Difference,
+    Line,
+    Point,
+    best_rates,
+    curves,
+    differences,
+    interpolated,
+)
+from cem_jax.studies.figures.unmatched import Unmatched
 
 
 @dataclass(frozen=True)
@@ -19,17 +28,17 @@ class Section:
 
     @property
     def stem(self) -> str:
-        """Of its files' names."""
+        """The name of its files, without a suffix."""
         return f"{self.sweep.name}-{self._sizes(self.present)}"
 
     @property
     def name(self) -> str:
-        """For a list in which a figure stands once for each set of sizes."""
+        """The figure's name, with its sizes, since a report may have it at several."""
         return f"{self.sweep.name}, {self._sizes(self.points)}"
 
     @property
     def title(self) -> str:
-        """With how much of it ran, where that is not all."""
+        """The figure's title, with how much of it ran, where that is not all."""
         words = f"{self.sweep.name}: {self.sweep.title}"
         if not self.missing:
             return words
@@ -37,13 +46,18 @@ class Section:
         kind = "runs" if several else "arms"
         return f"{words} ({len(self.present)} of {len(self.points)} {kind})"
 
-    @property
+    @cached_property
     def present(self) -> list[Point]:
         return [point for point in self.points if point.rows]
 
-    @property
+    @cached_property
     def missing(self) -> list[str]:
         return [str(point) for point in self.points if not point.rows]
+
+    @cached_property
+    def others(self) -> list[Point]:
+        """What ran besides the baseline."""
+        return [point for point in self.present if point.arm.name != self.sweep.baseline]
 
     @property
     def begun(self) -> bool:
@@ -59,14 +73,9 @@ class Section:
             return len(self.present) > 2
         return len(self.others) > 1 or not self.missing
 
-    @property
-    def others(self) -> list[Point]:
-        """What ran besides the baseline."""
-        return [point for point in self.present if point.arm.name != self.sweep.baseline]
-
     @cached_property
     def curves(self) -> dict[tuple[str, str], list[Point]]:
-        """Of a learning-rate figure, by size and arm."""
+        """The curves of a learning-rate figure, by size and arm."""
         return curves(self.points)
 
     @cached_property
@@ -77,16 +86,15 @@ class Section:
         return [point for curve in self.curves.values() for point in curve]
 
     @cached_property
-    def lines(self) -> list[dict[str, Any]]:
-        """The table, fields `results.COLUMNS`."""
+    def lines(self) -> list[Line]:
         return [point.line() for point in self.shown]
 
     @cached_property
-    def differences(self) -> list[dict[str, Any]]:
+    def differences(self) -> list[Difference]:
         return differences(self.sweep, self.present)
 
     @cached_property
-    def best(self) -> list[dict[str, Any]]:
+    def best(self) -> list[BestRate]:
         return best_rates(self.points) if self.sweep.plot == "learning_rate" else []
 
     @cached_property
@@ -108,7 +116,76 @@ class Section:
 
     @property
     def _not_evaluated(self) -> list[Point]:
-        return [p for p in self.others if not any(row["loss_at_steps"] for row in p.rows)]
+        return [p for p in self.others if not any(row.loss_at_steps for row in p.rows)]
 
     def _sizes(self, points: Sequence[Point]) -> str:
         return "-".join(dict.fromkeys(point.size for point in points))
+
+
+def summary(sections: Sequence[Section], strays: Sequence[Unmatched]) -> Iterator[str]:
+    """A report for the terminal: how much ran and is missing, then a line per arm.
+
+    A baseline, which figures share, has one line, before them.
+    """
+    yield from _counts(sections)
+    for group in strays:
+        yield f"matches no requested figure: {group}"
+    begun = [section for section in sections if section.begun]
+    baselines: dict[str, Point] = {}
+    for section in begun:
+        for point in section.present:
+            if point.arm.name == section.sweep.baseline and point.rate == 1:
+                baselines.setdefault(point.rows[0].key, point)
+    for point in baselines.values():
+        yield f"{point.size}, {point.arm.name}: {_measured(point)}"
+    for section in begun:
+        yield section.title
+        arms = _curves if section.sweep.plot == "learning_rate" else _arms
+        yield from (f"  {line}" for line in [*arms(section), *section.notes])
+
+
+def _counts(sections: Sequence[Section]) -> Iterator[str]:
+    ran = {row.run for section in sections for p in section.present for row in p.rows}
+    lacking = {s.name: len(s.missing) for s in sections if s.missing}
+    words = "".join(f"\n  {name}: {count}" for name, count in lacking.items())
+    yield f"{len(ran)} runs in {sum(s.begun for s in sections)} figures; missing: " + (
+        f"{sum(lacking.values())}{words}" if lacking else "none"
+    )
+
+
+def _arms(section: Section) -> Iterator[str]:
+    for point in section.others:
+        compared = "".join(
+            f"; {tables.difference(pair.difference, pair.interval)} nats against {pair.against}, "
+            f"{pair.verdict}"
+            for pair in section.differences
+            if (pair.size, pair.arm) == (point.size, point.arm.name)
+        )
+        yield f"{_named(section, point)}: {_measured(point)}{compared}"
+
+
+def _curves(section: Section) -> Iterator[str]:
+    """A line per curve: its optimum, and its points."""
+    optima = {(best.size, best.arm): best for best in section.best}
+    for key, curve in section.curves.items():
+        best, told = optima.get(key), "no curve yet"
+        if best:
+            perplexity = tables.perplexity(best.perplexity)
+            told = f"best {tables.rate(best)}, perplexity {perplexity}, {_seeds(curve[0])}"
+        values = ", ".join(
+            f"{p.learning_rate:.3g}: {tables.perplexity(p.perplexity)}" for p in curve
+        )
+        yield f"{_named(section, curve[0])}: learning rate {told} ({values})"
+
+
+def _named(section: Section, point: Point) -> str:
+    several = len(section.sweep.arms) > 1
+    return f"{point.size}, {point.arm.name}" if several else point.arm.name
+
+
+def _measured(point: Point) -> str:
+    return f"perplexity {tables.perplexity(point.perplexity, point.deviation)}, {_seeds(point)}"
+
+
+def _seeds(point: Point) -> str:
+    return f"{'seed' if len(point.seeds) == 1 else 'seeds'} {', '.join(map(str, point.seeds))}"

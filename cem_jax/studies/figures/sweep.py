@@ -1,9 +1,10 @@
-"""Sweeps: the runs of figures, one after the other, or as commands for a job array.
+"""Train the runs of figures, one after the other, or print the commands that do for a job array.
 
 A run's directory is WORKDIR/<run>. Finished runs are skipped, broken ones resumed; one that fails
-is reported and the others go on. WORKDIR/table.json and table.csv say where all of them stand.
+is reported and the others follow. WORKDIR/table.json and table.csv hold the state of all of them.
 """
 
+import functools
 import gc
 import os
 import shlex
@@ -16,22 +17,24 @@ from typing import Any
 import jax
 from etils import epath
 
+from cem_jax.config import leaves, load_config
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.runs.training import train
 from cem_jax.storage.paths import place
 from cem_jax.studies.figures.grid import Run, flag
-from cem_jax.studies.figures.rows import SPLIT, measure, read_rows, write_csv, write_json
+from cem_jax.studies.figures.rows import (
+    SPLIT,
+    Row,
+    measure,
+    read_rows,
+    training_flops,
+    write_csv,
+    write_json,
+)
 from cem_jax.text import format_duration
-from cem_jax.train.flops import training_flops_per_token
 from cem_jax.train.setup import open_data
 
-COLUMNS = (
-    "run",
-    "status",
-    "figures",
-    "size",
-    "learning_rate",
-    "seed",
+_MEASURED = (
     "parameters",
     "training_flops",
     "tokens",
@@ -43,39 +46,50 @@ COLUMNS = (
 
 
 def sweep(runs: Sequence[Run], workdir: str, results: str | None = None) -> dict[str, Any]:
-    """Train and measure all runs that are not finished, in WORKDIR/<run>.
+    """Train and measure all runs that are not finished.
 
-    Returns {runs: the table, passed: whether no run failed}. Raises UserError, before anything
-    runs, for data that does not fit the runs, and for finished runs on another dataset.
+    Args:
+      workdir: holds one directory per run; a path or a URL, as `results`.
+      results: also keeps a small JSON file per run; runs whose file is there are finished.
+
+    Returns:
+      {runs: the table, passed: whether no run failed}.
+
+    Raises:
+      UserError: before anything runs, for data that do not fit.
     """
-    grid = _Grid(runs, place(workdir), place(results) if results else None, _dataset(runs))
+    grid = _Grid(runs, place(workdir), place(results) if results else None)
     grid.run()
     return {"passed": not grid.failed, "runs": grid.table()}
 
 
 def commands(runs: Sequence[Run], workdir: str, results: str | None = None) -> list[str]:
-    """Return the `cem train` commands of the runs that are not finished, for a shell."""
+    """Return the `cem train` command of each run that is not finished; arguments as of `sweep`."""
     done = _finished(runs, place(workdir), place(results) if results else None)
     return [command(run, workdir) for run in runs if run.name not in done]
 
 
 def command(run: Run, workdir: str) -> str:
-    """The `cem train` that trains the run, for a shell."""
+    """Return the `cem train` command that trains the run, for a shell."""
     folder = f"{workdir.rstrip('/')}/{run.name}"
-    flags = [flag(name, value) for name, value in run.changes.items()]
+    base = _leaves_of_file(run.file)
+    flags = [flag(name, v) for name, v in leaves(run.config).items() if v != base[name]]
     file = os.path.relpath(run.file)
     return shlex.join(["cem", "train", "--config", file, "--workdir", folder, *flags])
 
 
+@functools.cache
+def _leaves_of_file(file: str) -> dict[str, Any]:
+    return leaves(load_config(file))
+
+
 def _finished(
     runs: Sequence[Run], workdir: epath.Path, results: epath.Path | None
-) -> dict[str, dict]:
+) -> dict[str, Row]:
     """The rows of runs that lack nothing."""
     rows = read_rows(workdir) | (read_rows(results) if results else {})
     wanted = {run.name: {str(steps) for steps in run.evaluate_steps} for run in runs}
-    return {
-        n: row for n, row in rows.items() if n in wanted and wanted[n] <= set(row["loss_at_steps"])
-    }
+    return {n: row for n, row in rows.items() if n in wanted and wanted[n] <= {*row.loss_at_steps}}
 
 
 def _dataset(runs: Sequence[Run]) -> str:
@@ -94,26 +108,27 @@ def _dataset(runs: Sequence[Run]) -> str:
 class _Grid:
     """Runs, and what is known of each."""
 
-    def __init__(self, runs: Sequence[Run], workdir: epath.Path, results, dataset: str):
-        self.runs, self.workdir, self.results, self.dataset = runs, workdir, results, dataset
+    def __init__(self, runs: Sequence[Run], workdir: epath.Path, results: epath.Path | None):
+        self.runs, self.workdir, self.results = runs, workdir, results
+        self.dataset = _dataset(runs)
         self.rows = _finished(runs, workdir, results)
         self.failed: dict[str, str] = {}
         self._spent = self._done = 0.0  # seconds and FLOPs of the runs done here
-        other = [name for name, row in self.rows.items() if row["dataset"] != dataset]
+        other = {n: row.dataset for n, row in self.rows.items() if row.dataset != self.dataset}
         if other:
             raise UserError(
-                f"{len(other)} finished runs were on another dataset than {dataset}, so they "
+                f"{len(other)} finished runs were on another dataset than {self.dataset}, so they "
                 "cannot be compared with new ones; use another --workdir and --results",
-                *(f"{name}: dataset {self.rows[name]['dataset']}" for name in other[:5]),
+                *(f"{name}: dataset {dataset}" for name, dataset in [*other.items()][:5]),
             )
 
     def run(self) -> None:
-        """All that are not finished. Failures are told and kept in `failed`."""
+        """Train all that are not finished. Failures are reported and kept in `failed`."""
         waiting = [run for run in self.runs if run.name not in self.rows]
-        self._say(f"{len(self.runs)} runs, {len(self.runs) - len(waiting)} of them finished")
+        _say(f"{len(self.runs)} runs, {len(self.runs) - len(waiting)} of them finished")
         self._write_table()
         for index, run in enumerate(waiting):
-            self._say(f"[{index + 1}/{len(waiting)}] {run.label}: {self.workdir / run.name}")
+            _say(f"[{index + 1}/{len(waiting)}] {run.label}: {self.workdir / run.name}")
             began = time.monotonic()
             try:
                 self._one(run)
@@ -124,66 +139,56 @@ class _Grid:
                 self._fail(run, f"{type(error).__name__}: {error}")
             else:
                 self._spent += time.monotonic() - began
-                self._done += _cost(run)
+                self._done += training_flops(run)
                 self._report(run, waiting[index + 1 :])
             self._write_table()
             jax.clear_caches()
             gc.collect()
         for name, message in self.failed.items():
-            self._say(f"failed: {name}: {message}")
+            _say(f"failed: {name}: {message}")
 
     def table(self) -> list[dict[str, Any]]:
-        """One dict a run, with the fields `COLUMNS`; None for what is not known yet."""
+        """One line per run; None for what is not known yet."""
         return [self._line(run) for run in self.runs]
 
     def _one(self, run: Run) -> None:
         folder = self.workdir / run.name
         train(run.config, folder)
         row = measure(run, folder, self.dataset)
-        write_json(folder / "row.json", row)
+        row.write(folder / "row.json")
         if self.results is not None:
-            write_json(self.results / f"{run.name}.json", row)
+            row.write(self.results / f"{run.name}.json")
         self.rows[run.name] = row
 
     def _fail(self, run: Run, message: str) -> None:
         self.failed[run.name] = message
-        self._say(f"failed: {run.label}: {message}")
+        _say(f"failed: {run.label}: {message}")
 
     def _report(self, run: Run, left: Sequence[Run]) -> None:
-        row = self.rows[run.name]
-        words = f"{run.label}: test perplexity {row['perplexity']:.3f}"
+        words = f"{run.label}: test perplexity {self.rows[run.name].perplexity:.3f}"
         if left:
-            seconds = self._spent / self._done * sum(map(_cost, left))
+            seconds = self._spent / self._done * sum(map(training_flops, left))
             words += f"; {len(left)} left, ETA {format_duration(seconds)}"
-        self._say(words)
+        _say(words)
 
     def _line(self, run: Run) -> dict[str, Any]:
-        row = self.rows.get(run.name, {})
+        row = self.rows.get(run.name)
         status = f"failed: {self.failed[run.name]}" if run.name in self.failed else "not finished"
-        known = {
+        return {
             "run": run.name,
             "status": "finished" if row else status,
             "figures": "; ".join(f"{use.figure}: {use.arm}" for use in run.uses),
             "size": run.size,
             "learning_rate": run.config.optimizer.learning_rate,
             "seed": run.seed,
+            **{name: getattr(row, name, None) for name in _MEASURED},
         }
-        return {name: known.get(name, row.get(name)) for name in COLUMNS}
 
     def _write_table(self) -> None:
         table = self.table()
         write_json(self.workdir / "table.json", {"runs": table})
-        write_csv(self.workdir / "table.csv", COLUMNS, table)
-
-    def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        write_csv(self.workdir / "table.csv", table)
 
 
-def _cost(run: Run) -> float:
-    """FLOPs of the training: what the time left is estimated by."""
-    config = run.config
-    return (
-        config.total_steps
-        * config.tokens_per_step
-        * training_flops_per_token(config.model, config.data.context)
-    )
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

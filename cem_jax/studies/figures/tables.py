@@ -1,75 +1,107 @@
-"""The tables of a report as its page has them: heading -> text, a line at a time."""
+"""A report's numbers and tables as text.
 
-from collections.abc import Iterable, Mapping, Sequence
+Few digits, the same for the same quantity everywhere: perplexities have one decimal from 10 on and
+two below, losses and their differences (nats) three; what follows ± has as many as what it follows.
+An absent number is a dash. JSON and CSV keep every digit.
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cem_jax.studies.figures import numbers
+from cem_jax.studies.figures.results import BestRate, Difference, Line
 from cem_jax.text import format_count
 
-Lines = Iterable[Mapping[str, Any]]
+Table = list[dict[str, str]]  # heading -> text, a line at a time
 
 
-def of_points(lines: Lines) -> list[dict[str, str]]:
-    """Of `results.Point.line`. Seconds depend on what else the machine did, and are so headed."""
+def perplexity(mean: float, deviation: float | None = None) -> str:
+    """63.8 ± 0.8; `deviation`: over seeds, None for one of them."""
+    return _with_spread(mean, deviation, 1 if abs(mean) >= 10 else 2)
+
+
+def nats(value: float | None, spread: float | None = None) -> str:
+    """4.155 ± 0.012."""
+    return shown(None) if value is None else _with_spread(value, spread, 3)
+
+
+def difference(value: float, interval: float | None) -> str:
+    """+0.025 ± 0.009, in nats; 0.000 without a sign for what is no larger."""
+    text = nats(value, interval)
+    return text if value < 0 or text.startswith("0.000") else f"+{text}"
+
+
+def rate(best: BestRate | Line) -> str:
+    """A learning rate; a best one says if it is an end of the range."""
+    edge = ", an end of the range" if getattr(best, "at_edge", False) else ""
+    return f"{best.learning_rate:.3g}{edge}"
+
+
+def shown(value: Any) -> str:
+    """Anything else: whole numbers with commas, others with four digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.3g}"
+    return str(value)
+
+
+def _with_spread(value: float, spread: float | None, decimals: int) -> str:
+    text = f"{round(value, decimals) + 0.0:.{decimals}f}"  # + 0.0: no negative zero
+    return text if spread is None else f"{text} ± {spread:.{decimals}f}"
+
+
+def of_lines(lines: Iterable[Line]) -> Table:
+    """A figure's points. Seconds depend on the machine's other load, as their heading says."""
     return [
         {
-            "size": line["size"],
-            "arm": line["arm"],
-            "learning rate": numbers.rate(line["learning_rate"]),
-            "seeds": line["seed_numbers"].replace(" ", ", "),
-            "parameters": numbers.shown(line["parameters"]),
-            "training FLOPs": format_count(line["training_flops"]),
-            "tokens": numbers.shown(line["tokens"]),
-            "perplexity": numbers.perplexity(line["perplexity"], line["perplexity_std"]),
-            "loss": numbers.nats(line["loss"], line["loss_std"]),
-            "bits per byte": _optional(line["bits_per_byte"], numbers.nats),
-            "wall-clock seconds, whatever else the machine did": _optional(
-                line["seconds"], lambda seconds: f"{seconds:,.0f}"
+            "size": line.size,
+            "arm": line.arm,
+            "learning rate": rate(line),
+            "seeds": line.seed_numbers.replace(" ", ", "),
+            "parameters": shown(line.parameters),
+            "training FLOPs": format_count(line.training_flops),
+            "tokens": shown(line.tokens),
+            "perplexity": perplexity(line.perplexity, line.perplexity_std),
+            "loss": nats(line.loss, line.loss_std),
+            "bits per byte": nats(line.bits_per_byte),
+            "wall-clock seconds, whatever else the machine did": (
+                shown(None) if line.seconds is None else f"{line.seconds:,.0f}"
             ),
         }
         for line in lines
     ]
 
 
-def of_differences(pairs: Lines) -> list[dict[str, str]]:
-    """Of `differences.differences`."""
+def of_differences(pairs: Iterable[Difference]) -> Table:
     return [
         {
-            "size": pair["size"],
-            "arm": pair["arm"],
-            "against": pair["against"],
-            "nats a token": numbers.difference(pair["difference"], pair["interval"]),
-            "seeds": numbers.shown(pair["seeds"]),
-            "verdict": pair["verdict"],
+            "size": pair.size,
+            "arm": pair.arm,
+            "against": pair.against,
+            "nats per token": difference(pair.difference, pair.interval),
+            "seeds": shown(pair.seeds),
+            "verdict": pair.verdict,
         }
         for pair in pairs
     ]
 
 
-def of_best_rates(found: Lines) -> list[dict[str, str]]:
-    """Of `results.best_rates`."""
+def of_best_rates(found: Iterable[BestRate]) -> Table:
     return [
         {
-            "size": best["size"],
-            "arm": best["arm"],
-            "best learning rate": numbers.rate(best["learning_rate"]) + edge(best),
-            "perplexity": numbers.perplexity(best["perplexity"]),
-            "seeds": best["seed_numbers"].replace(" ", ", "),
+            "size": best.size,
+            "arm": best.arm,
+            "best learning rate": rate(best),
+            "perplexity": perplexity(best.perplexity),
+            "seeds": best.seed_numbers.replace(" ", ", "),
         }
         for best in found
     ]
 
 
-def of_anything(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+def of_anything(lines: Iterable[Mapping[str, Any]]) -> Table:
     return [
-        {name.replace("_", " "): numbers.shown(value) for name, value in line.items()}
-        for line in lines
+        {name.replace("_", " "): shown(value) for name, value in line.items()} for line in lines
     ]
-
-
-def edge(best: Mapping[str, Any]) -> str:
-    return ", an end of the range" if best["at_edge"] else ""
-
-
-def _optional(value: float | None, text) -> str:
-    return numbers.ABSENT if value is None else text(value)

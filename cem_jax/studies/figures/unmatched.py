@@ -1,4 +1,4 @@
-"""Rows that stand in no figure as asked for: how many, and what would have to be asked instead.
+"""Rows that match none of the requested figures, and the flags that would match them.
 
 A report reads a directory under the same overrides as its sweep had. Without them its rows are
 other runs' than the figures', and it would be empty without saying why.
@@ -10,15 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cem_jax.config import leaves
+from cem_jax.config import flattened, leaves
 from cem_jax.errors import UserError
-from cem_jax.studies.figures.grid import Run, Sweep, defaults, flag, flat, is_trained, runs_of
+from cem_jax.studies.figures.grid import Run, Sweep, defaults, flag, is_trained, runs_of
+from cem_jax.studies.figures.rows import Row
 
 _MOST_FIELDS = 4
 
 
 @dataclass(frozen=True)
-class Unplaced:
+class Unmatched:
     """Rows that differ in the same way from the run of the figures that is nearest to them.
 
     Attributes:
@@ -38,7 +39,7 @@ class Unplaced:
     def __str__(self) -> str:
         count = f"{len(self.runs)} {'row' if len(self.runs) == 1 else 'rows'}"
         if self.nearest is None:
-            return f"{count} of size {self.size}, which no figure asked for has"
+            return f"{count} of size {self.size}, which no requested figure has"
         if not self.fields:
             other = "data.mixture or the version of cem_jax"
             return f"{count} as {self.nearest} in all fields that rows hold; {other} is another"
@@ -61,40 +62,40 @@ class Unplaced:
         }
 
 
-def unplaced(
+def unmatched(
     sweeps: Sequence[Sweep],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     overrides: Sequence[tuple[str, Any]] = (),
-) -> list[Unplaced]:
-    """Of rows that are no run's of the sweeps under `overrides`; what most share first."""
+) -> list[Unmatched]:
+    """Group rows that are no run's of the sweeps under `overrides`, the largest group first."""
     runs = {run.key: run for run in runs_of(sweeps, (0,), overrides)}
-    values = [(run, _run_fields(run)) for run in runs.values()]
-    groups: dict[str, list[tuple[Mapping[str, Any], Run | None, dict[str, Any]]]] = {}
+    values = [(run, _comparable(leaves(run.config))) for run in runs.values()]
+    groups: dict[str, list[tuple[Row, Run | None, dict[str, Any]]]] = {}
     for row in rows:
         run, fields = _nearest(row, values)
-        groups.setdefault(json.dumps([row["size"], fields]), []).append((row, run, fields))
+        groups.setdefault(json.dumps([row.size, fields]), []).append((row, run, fields))
     found = [_group(members, sweeps, overrides) for members in groups.values()]
     return sorted(found, key=lambda group: -len(group.runs))
 
 
-def _group(members, sweeps: Sequence[Sweep], overrides: Sequence[tuple[str, Any]]) -> Unplaced:
+def _group(members, sweeps: Sequence[Sweep], overrides: Sequence[tuple[str, Any]]) -> Unmatched:
     row, run, fields = members[0]
-    names = tuple(row["run"] for row, _, _ in members)
-    keys = {row["key"] for row, _, _ in members}
+    names = tuple(row.run for row, _, _ in members)
+    keys = {row.key for row, _, _ in members}
     label = run and run.label.rpartition(", seed")[0]
     flags = tuple(_flags(fields, keys, sweeps, overrides)) if fields else ()
-    return Unplaced(names, row["size"], label, fields, flags)
+    return Unmatched(names, row.size, label, fields, flags)
 
 
 def _nearest(
-    row: Mapping[str, Any], runs: Sequence[tuple[Run, Mapping[str, Any]]]
+    row: Row, runs: Sequence[tuple[Run, Mapping[str, Any]]]
 ) -> tuple[Run | None, dict[str, Any]]:
     """(the run of the row's size with the fewest fields of other values, those fields)."""
     mine = _row_fields(row)
     found = [
         (run, {name: mine[name] for name in mine if mine[name] != theirs[name]})
         for run, theirs in runs
-        if run.size == row["size"]
+        if run.size == row.size
     ]
     return min(found, key=lambda pair: len(pair[1]), default=(None, {}))
 
@@ -116,14 +117,10 @@ def _flags(
         yield from (flag(name, value) for name, value in given)
 
 
-def _run_fields(run: Run) -> dict[str, Any]:
-    return _comparable(leaves(run.config))
-
-
-def _row_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+def _row_fields(row: Row) -> dict[str, Any]:
     """A row lacks the fields that were added after it was written; they have their defaults."""
     default = defaults()
-    kept = flat(row["config"])
+    kept = flattened(row.config)
     return _comparable(default | {name: kept[name] for name in kept if name in default})
 
 

@@ -1,4 +1,4 @@
-"""`cem report` on rows that stand in no figure as asked for, and over an earlier report."""
+"""`cem report` on rows that match no requested figure, and over an earlier report."""
 
 import pytest
 from tiny_figure import keep, report, write_figure
@@ -26,7 +26,7 @@ def test_overrides_of_the_sweep_are_to_be_given_again(folder, capsys):
     before = files(folder)
     assert main(["report", "--workdir", str(folder / "rows"), "--config", path]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert "none of its runs stands in a figure as asked for" in told[0]
+    assert "none of its runs matches a requested figure" in told[0]
     assert told[1] == (
         "cem: error: 2 rows with train.steps=9; give --config.train.steps=9 for them"
     )
@@ -39,7 +39,7 @@ def test_rows_beside_the_figures_are_told(folder, capsys):
     keep(folder, path, lambda arm, run: 20.0, overrides=NINE)
     words = "2 rows with train.steps=9; give --config.train.steps=9 for them"
     assert main(["report", "--workdir", str(folder / "rows"), "--config", path]) == 0
-    assert f"in no figure as asked for: {words}" in capsys.readouterr().out.splitlines()
+    assert f"matches no requested figure: {words}" in capsys.readouterr().out.splitlines()
     assert f"<li>{words}</li>" in files(folder)["index.html"].decode()
     (group,) = report(folder, capsys, "--config", path)["unplaced"]
     assert (group["rows"], group["differences"]) == (2, {"train.steps": 9})
@@ -70,7 +70,7 @@ def test_rows_of_a_size_that_no_figure_has(folder, capsys):
     path = write_figure(folder)
     keep(folder, path, lambda arm, run: 20.0)
     assert main(["report", "--workdir", str(folder / "rows")]) == 2
-    assert "2 rows of size small, which no figure asked for has" in capsys.readouterr().err
+    assert "2 rows of size small, which no requested figure has" in capsys.readouterr().err
 
 
 def test_files_of_an_earlier_report_are_removed_and_no_others(folder, capsys):

@@ -1,8 +1,8 @@
-"""How a report writes its numbers."""
+"""How a report writes its tables."""
 
 import pytest
 
-from cem_jax.studies.figures import numbers
+from cem_jax.studies.figures import tables
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,7 @@ from cem_jax.studies.figures import numbers
     ],
 )
 def test_perplexities(arguments, text):
-    assert numbers.perplexity(*arguments) == text
+    assert tables.perplexity(*arguments) == text
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_perplexities(arguments, text):
     ],
 )
 def test_differences_have_three_decimals_and_zero_no_sign(arguments, text):
-    assert numbers.difference(*arguments) == text
+    assert tables.difference(*arguments) == text

@@ -5,9 +5,8 @@ import pytest
 from scipy import stats
 from tiny_figure import row, write_figure
 
-from cem_jax.studies.figures.differences import differences, half_interval
 from cem_jax.studies.figures.grid import read_sweep, runs_of
-from cem_jax.studies.figures.results import points_of
+from cem_jax.studies.figures.results import differences, half_interval, points_of
 
 STEPS = (
     "two = cem.copy_and_resolve_references(); two.model.attention.steps = 2; "
@@ -21,7 +20,7 @@ def compared(path, loss, seeds=(0, 1, 2)):
     losses = [(run, loss(run.uses[0].arm, run.seed)) for run in runs_of([sweep], seeds)]
     rows = [row(run, 1.0, loss=value) for run, value in losses if value is not None]
     found = differences(sweep, points_of(sweep, rows))
-    return {(pair["arm"], pair["against"]): pair for pair in found}
+    return {(pair.arm, pair.against): pair for pair in found}
 
 
 def test_the_interval_is_scipys_own():
@@ -36,8 +35,8 @@ def test_what_seeds_have_in_common_cancels(tmp_path):
     path = write_figure(tmp_path)
     loss = lambda arm, seed: 3.0 + seed + (arm == "CEM") * (0.01 + noise[seed])
     (pair,) = compared(path, loss).values()
-    assert pair["difference"] == pytest.approx(0.01)
-    assert (pair["seeds"], pair["verdict"]) == (3, "worse")
+    assert pair.difference == pytest.approx(0.01)
+    assert (pair.seeds, pair.verdict) == (3, "worse")
 
 
 @pytest.mark.parametrize(
@@ -52,14 +51,14 @@ def test_verdicts(values, verdict, tmp_path):
     path = write_figure(tmp_path)
     loss = lambda arm, seed: 3.0 + (values[seed] if arm == "CEM" else 0.0)
     (pair,) = compared(path, loss, range(len(values))).values()
-    assert pair["verdict"] == verdict
+    assert pair.verdict == verdict
 
 
 def test_seeds_that_only_one_arm_has_are_left_out(tmp_path):
     path = write_figure(tmp_path)
     loss = lambda arm, seed: None if (arm, seed) == ("CEM", 1) else 3.0 + 9.0 * (seed == 1)
     (pair,) = compared(path, loss).values()
-    assert (pair["seeds"], pair["difference"]) == (2, 0.0)
+    assert (pair.seeds, pair.difference) == (2, 0.0)
 
 
 def test_which_arms_are_compared(tmp_path):
