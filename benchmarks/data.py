@@ -193,7 +193,7 @@ def command(*flags: str, corpus: Path = CORPUS) -> subprocess.Popen:
 def journal_documents(out: Path) -> int:
     journal = out.with_name(f"{out.name}.partial") / "journal.json"
     with contextlib.suppress(OSError):
-        streams = json.loads(journal.read_text())["state"]["accounts"]["streams"]
+        streams = json.loads(journal.read_text())["state"]["tally"]["streams"]
         return sum(counts["documents"] for *_, counts in streams)
     return 0
 

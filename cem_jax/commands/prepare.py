@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     _require_flags(args)
     from cem_jax.data.corpus.prepare import prepare, totals
-    from cem_jax.data.corpus.rerun import was_made
+    from cem_jax.data.corpus.workspace import was_made
     from cem_jax.data.dataset.checks import check_dataset
 
     out = sys.stderr if args.json else sys.stdout

@@ -1,4 +1,4 @@
-"""Decompressed streams that notice what the libraries let pass: truncation, wrong content."""
+"""Decompressed streams that notice truncation, damage, and content other than the name says."""
 
 import bz2
 import codecs
@@ -103,7 +103,12 @@ class ByteStream:
 
 
 def _unpacked(packing: _Packing, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Frame by frame: the libraries' own readers stop after one, or end silently when truncated."""
+    """Unpack frame by frame, to the last one.
+
+    gzip.open, bz2.open and lzma.open read several frames too, and notice truncation. But those of
+    bz2 and lzma take whatever follows a frame and is none for padding, so that a damaged second
+    frame would be lost silently; that of zstandard ends silently when truncated.
+    """
     frame, frames = None, 0
     for chunk in chunks:
         for start in range(0, len(chunk), _SLICE_BYTES):

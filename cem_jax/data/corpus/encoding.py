@@ -10,19 +10,21 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
 
-from cem_jax.data.corpus.json_text import BadRecord
+from cem_jax.data.corpus.large_json import BadRecord
+from cem_jax.data.corpus.limits import LIMITS, Limits
 from cem_jax.data.corpus.readers import UNKNOWN_SOURCE, Fields, Record, read_document
 from cem_jax.data.corpus.shards import Stream
-from cem_jax.data.dataset.store import token_dtype
+from cem_jax.data.dataset.store import Counts, token_dtype
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import RunFailed
 
-_IN_FLIGHT = 3  # batches a worker that are read ahead,
+_IN_FLIGHT = 3  # batches per worker that are read ahead,
 _IN_FLIGHT_BYTES = 64 << 20  # as long as they hold no more than this together
 _ALONE_BYTES = 32 << 20  # a larger batch, one huge document, is encoded here: sending would copy it
 _TOGETHER_CHARS = 1 << 20  # encoded in one call
@@ -40,21 +42,21 @@ class Batch:
     fault: str | None = None  # why the file could not be read further
 
     def size(self) -> int:
-        """Bytes held, roughly."""
+        """Return the bytes held, roughly."""
         return sum(record.size() for record in self.records)
 
 
-@dataclass
-class Part:
+class Part(NamedTuple):
     """What a batch adds to one stream."""
 
     ids: Integer[np.ndarray, " tokens"]
-    documents: int
-    bytes: int  # UTF-8 bytes of the documents
+    counts: Counts
 
 
 @dataclass
 class Encoded:
+    """What became of a batch."""
+
     batch: Batch  # without its records
     records: int
     parts: dict[Stream, Part] = field(default_factory=dict)
@@ -65,37 +67,107 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Everything that turns a Batch into an Encoded; picklable, so that workers can be spawned."""
+    """Everything that turns a Batch into an Encoded; sent to each worker once."""
 
-    model_bytes: bytes
+    tokenizer: Tokenizer
     separator: str
     fields: Fields
     validation_fraction: float
+    limits: Limits = LIMITS
 
-    def start(self) -> None:
-        """Load the tokenizer into this process."""
-        global _encoder, _tokenizer
-        _encoder, _tokenizer = self, Tokenizer.from_bytes(self.model_bytes)
+    def encode(self, batch: Batch) -> Encoded:
+        """Encode a batch by stream, each document between its separators."""
+        result = Encoded(replace(batch, records=[]), len(batch.records))
+        pending = _PendingTexts(self.tokenizer)
+        documents: dict[Stream, list[_Document]] = {}
+        for record in batch.records:
+            try:
+                document = self._read(record, batch.split, pending, result)
+            except BadRecord as bad:
+                result.dropped.append((record.line, str(bad)))
+            else:
+                documents.setdefault(document.stream, []).append(document)
+        pending.encode()
+        ends = self.tokenizer.separator_ids(self.separator)
+        before, after = (np.asarray(ids, pending.dtype) for ids in ends)
+        for stream, own in documents.items():
+            ids = np.concatenate([part for d in own for part in (before, *d.ids, after)])
+            counts = Counts(ids.size, len(own), sum(document.bytes for document in own))
+            result.parts[stream] = Part(ids, counts)
+        return result
 
-    def split_of(self, digest: bytes) -> str:
+    def _read(
+        self, record: Record, split: str | None, pending: "_PendingTexts", result: Encoded
+    ) -> "_Document":
+        source, pieces = read_document(record, self.fields, self.limits)
+        digest = hashlib.blake2b(digest_size=_HASH_BITS // 8)
+        size, mended = 0, False
+
+        def texts() -> Iterator[str]:
+            nonlocal size, mended
+            for piece in pieces:
+                digest.update(piece.utf8)
+                size += len(piece.utf8)
+                mended |= piece.mended
+                yield piece.text
+
+        ids: list[np.ndarray] = []
+        for part in self.tokenizer.parts(texts()):
+            pending.add(part, ids)
+        if mended:
+            result.repaired.append((record.line, "lone_surrogate"))
+        name = ""
+        if self.fields.source:
+            name = source or UNKNOWN_SOURCE
+            result.without_source += source is None
+        return _Document(Stream(split or self._split_of(digest.digest()), name), ids, size)
+
+    def _split_of(self, digest: bytes) -> str:
         """Train or validation, by the document's hash alone: the same for ever, twins together."""
         share = int.from_bytes(digest) / (1 << _HASH_BITS)
         return "validation" if share < self.validation_fraction else "train"
 
 
-_encoder: Encoder
-_tokenizer: Tokenizer
+class _Document(NamedTuple):
+    stream: Stream
+    ids: list[np.ndarray]  # of its parts; filled when they are encoded
+    bytes: int
+
+
+class _PendingTexts:
+    """Parts of documents that wait to be encoded in one call."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.dtype = token_dtype(tokenizer.vocab_size)
+        self._tokenizer = tokenizer
+        self._texts: list[str] = []
+        self._owners: list[list[np.ndarray]] = []
+        self._chars = 0
+
+    def add(self, text: str, owner: list[np.ndarray]) -> None:
+        """Encode `text`, before `encode` returns at the latest, and append its ids to `owner`."""
+        self._texts.append(text)
+        self._owners.append(owner)
+        self._chars += len(text)
+        if self._chars >= _TOGETHER_CHARS:
+            self.encode()
+
+    def encode(self) -> None:
+        """Encode everything that waits."""
+        encoded = self._tokenizer.encode_batch(self._texts)
+        for ids, owner in zip(encoded, self._owners, strict=True):
+            owner.append(np.asarray(ids, self.dtype))
+        self._texts, self._owners, self._chars = [], [], 0
 
 
 def encode_all(batches: Iterator[Batch], encoder: Encoder, workers: int) -> Iterator[Encoded]:
     """Encode batches in their order, with `workers` processes beside this one if more than 1.
 
-    A few megabytes of text a worker are held at a time, or one document that is larger, so that
+    A few megabytes of text per worker are held at a time, or one document that is larger, so that
     memory does not grow with the corpus.
     """
-    encoder.start()
     if workers == 1:
-        yield from map(encode_batch, batches)
+        yield from map(encoder.encode, batches)
         return
     pool = ProcessPoolExecutor(
         workers,
@@ -117,9 +189,9 @@ def encode_all(batches: Iterator[Batch], encoder: Encoder, workers: int) -> Iter
                 held -= done
                 yield _result_of(future)
             if alone:
-                yield encode_batch(batch)
+                yield encoder.encode(batch)
             else:
-                pending.append((pool.submit(encode_batch, batch), size))
+                pending.append((pool.submit(_encode, batch), size))
                 held += size
         for future, _ in pending:
             yield _result_of(future)
@@ -132,94 +204,23 @@ def _result_of(future: Future[Encoded]) -> Encoded:
         return future.result()
     except BrokenProcessPool:
         raise RunFailed(
-            "a worker process was killed, perhaps for the memory it took; the same command goes "
-            "on, and fewer --workers take less"
+            "a worker process was killed, perhaps for the memory it took; the same command "
+            "continues, and fewer --workers take less"
         ) from None
 
 
-@dataclass
-class _Document:
-    stream: Stream
-    ids: list[np.ndarray]  # of its parts
-    bytes: int
-
-
-def encode_batch(batch: Batch) -> Encoded:
-    """Token ids of a batch by stream, each document between its separators."""
-    without_records = Batch(batch.file, batch.split, [], batch.is_last, batch.fault)
-    result = Encoded(without_records, len(batch.records))
-    work = _PendingParts()
-    documents = []
-    for record in batch.records:
-        try:
-            documents.append(_read(record, batch.split, work, result))
-        except BadRecord as bad:
-            result.dropped.append((record.line, str(bad)))
-    work.encode()
-    ends = _tokenizer.separator_ids(_encoder.separator)
-    before, after = (np.asarray(ids, work.dtype) for ids in ends)
-    streams: dict[Stream, list[_Document]] = {}
-    for document in documents:
-        streams.setdefault(document.stream, []).append(document)
-    for stream, own in streams.items():
-        ids = np.concatenate([part for d in own for part in (before, *d.ids, after)])
-        result.parts[stream] = Part(ids, len(own), sum(document.bytes for document in own))
-    return result
-
-
-class _PendingParts:
-    """Parts of texts that wait to be encoded in one call."""
-
-    def __init__(self) -> None:
-        self.dtype = token_dtype(_tokenizer.vocab_size)
-        self._texts: list[str] = []
-        self._owners: list[list[np.ndarray]] = []
-        self._chars = 0
-
-    def add(self, text: str, owner: list[np.ndarray]) -> None:
-        """Encode `text`, at some time before `encode` returns, and append its ids to `owner`."""
-        self._texts.append(text)
-        self._owners.append(owner)
-        self._chars += len(text)
-        if self._chars >= _TOGETHER_CHARS:
-            self.encode()
-
-    def encode(self) -> None:
-        for ids, owner in zip(_tokenizer.encode_batch(self._texts), self._owners, strict=True):
-            owner.append(np.asarray(ids, self.dtype))
-        self._texts, self._owners, self._chars = [], [], 0
-
-
-def _read(record: Record, split: str | None, work: _PendingParts, result: Encoded) -> _Document:
-    source, pieces = read_document(record, _encoder.fields)
-    digest = hashlib.blake2b(digest_size=_HASH_BITS // 8)
-    size, mended = 0, False
-
-    def texts() -> Iterator[str]:
-        nonlocal size, mended
-        for piece in pieces:
-            digest.update(piece.utf8)
-            size += len(piece.utf8)
-            mended |= piece.mended
-            yield piece.text
-
-    ids: list[np.ndarray] = []
-    for part in _tokenizer.parts(texts()):
-        work.add(part, ids)
-    if mended:
-        result.repaired.append((record.line, "lone_surrogate"))
-    name = ""
-    if _encoder.fields.source:
-        name = source or UNKNOWN_SOURCE
-        result.without_source += source is None
-    split = split or _encoder.split_of(digest.digest())
-    return _Document(Stream(split, name), ids, size)
+_encoder: Encoder  # of a worker process
 
 
 def _start_worker(encoder: Encoder) -> None:
+    global _encoder
+    _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends the workers
     threading.Thread(target=_follow_parent, daemon=True).start()
-    encoder.start()
+
+
+def _encode(batch: Batch) -> Encoded:
+    return _encoder.encode(batch)
 
 
 def _follow_parent() -> None:

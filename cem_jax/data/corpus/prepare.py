@@ -1,32 +1,45 @@
 """Prepare a dataset: a corpus and a tokenizer in, a dataset directory (see store.py) out."""
 
+import functools
 import hashlib
+import itertools
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cem_jax.data.corpus.compression import BadFile
 from cem_jax.data.corpus.encoding import Batch, Encoder, encode_all
 from cem_jax.data.corpus.files import FoundFiles, find_files
+from cem_jax.data.corpus.limits import LIMITS, Limits
 from cem_jax.data.corpus.progress import PrepareProgress
 from cem_jax.data.corpus.readers import Fields, Record, check_start, read_records
-from cem_jax.data.corpus.rerun import INPUT_FILES, require_made_by, was_made
 from cem_jax.data.corpus.shards import SHARD_TOKENS, Stream, StreamWriters
-from cem_jax.data.corpus.tally import Accounts, Counts
-from cem_jax.data.corpus.workspace import Workplace, require_free, workplace
-from cem_jax.data.dataset.store import DESCRIPTION, FORMAT, MODEL, description_bytes, token_dtype
+from cem_jax.data.corpus.tally import Tally
+from cem_jax.data.corpus.workspace import (
+    INPUT_FILES,
+    Workspace,
+    require_free,
+    require_made_by,
+    was_made,
+    workspace,
+)
+from cem_jax.data.dataset.store import (
+    DESCRIPTION,
+    FORMAT,
+    MODEL,
+    NO_COUNTS,
+    description_bytes,
+    token_dtype,
+)
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.storage.durable import write_durably
 
 VALIDATION_FRACTION = 0.01
-_BATCH_BYTES = 1 << 20
-_BATCH_RECORDS = 4096
-_SMALL_CORPUS = 8 << 20  # bytes as stored below which starting workers costs more than it saves
-_KEEP_SECONDS = 5.0  # between the points that a killed run goes on from
 _SPLIT_ORDER = ("train", "validation", "test")
 
 
@@ -42,29 +55,30 @@ def prepare(
     skip_bad_files: bool = False,
     validation_fraction: float = VALIDATION_FRACTION,
     shard_tokens: int = SHARD_TOKENS,
+    limits: Limits = LIMITS,
 ) -> dict[str, Any]:
-    """Write `output`: train, validation and test streams of token ids, and what was dropped.
+    """Write the dataset `output`; return its counts, and what was dropped from the corpus.
 
-    Splits are named by folders (see `find_files`). Where no folder names a validation split,
-    a document of the rest goes there if its hash falls below `validation_fraction`. With a
-    `source_field` the documents of each of its values are a stream of their own. Bad records are
-    skipped and counted by reason; a bad file raises UserError, or is reported and left at its
-    fault with `skip_bad_files`.
+    Splits are named by folders (see `find_files`). Where no folder names a validation split, a
+    document of a file without a split goes there if its hash falls below `validation_fraction`.
+    With a `source_field` the documents of each of its values are a stream of their own. Bad records
+    are skipped and counted by reason; with `skip_bad_files`, bad files are reported and read up to
+    their fault.
 
     The bytes are the same for every number of workers. A killed call is continued by the same
-    call, to the same bytes; where it is complete, nothing is done, and the result is the same but
-    for places in the corpus, which are None where there were any. Raises UserError, leaving
-    nothing behind but what can be continued, also when no document is usable, and for an `output`
-    that anything else made.
+    call, to the same bytes; where it is complete, nothing is done, and the result is the same
+    except for places in the corpus, which are None where there were any.
+
+    Raises:
+      UserError: an input cannot be used, a file is bad, no document is usable, or something else
+        made `output`. Nothing is left behind but what can be continued.
     """
     output = Path(output)
     found, loaded = _check_inputs(inputs, tokenizer, output, separator, skip_bad_files)
     by_hash = not any(file.split == "validation" for file in found.files)
     fields = Fields(column, source_field)
-    encoder = Encoder(
-        loaded.model_bytes, separator, fields, validation_fraction if by_hash else 0.0
-    )
-    if sum(file.size for file in found.files) < _SMALL_CORPUS:
+    encoder = Encoder(loaded, separator, fields, validation_fraction if by_hash else 0.0, limits)
+    if sum(file.size for file in found.files) < limits.small_corpus:
         workers = 1
     command = {
         "tokenizer": loaded.hash,
@@ -78,28 +92,28 @@ def prepare(
     if was_made(output):
         description = require_made_by(output, command, skip_bad_files)
         return totals(description) | _places_unknown(description) | {"output": str(output)}
-    accounts = Accounts(found.files, fields, skip_bad_files)
-    with workplace(output, command) as work:
+    tally = Tally(found.files, fields, skip_bad_files)
+    with workspace(output, command) as work:
         try:
-            shards = _write_streams(work, accounts, encoder, workers, shard_tokens)
+            shards = _write_streams(work, tally, encoder, workers, shard_tokens)
         except BaseException:
-            if work.is_resumable():
-                _note(f"{work.path} keeps what was done; the same command goes on")
+            if work.state is not None:
+                _note(f"{work.path} keeps what was done; repeat the command to continue")
             raise
-        description = _describe(accounts, loaded, encoder, shards) | {"command": command}
+        description = _describe(tally, encoder, shards) | {"command": command}
         (work.path / MODEL).write_bytes(loaded.model_bytes)
         write_durably(work.path / DESCRIPTION, description_bytes(description))
     for warning in _missing_splits(description, found, by_hash and validation_fraction):
         print(f"cem: warning: {warning}", file=sys.stderr)
-    return totals(description) | accounts.report(found.ignored) | {"output": str(output)}
+    return totals(description) | tally.report(found.ignored) | {"output": str(output)}
 
 
 def _missing_splits(
     description: dict[str, Any], found: FoundFiles, fraction: float
 ) -> Iterator[str]:
-    """Why there is no training or validation split, where there is none.
+    """Say why there is no training or validation split, where there is none.
 
-    `fraction`: of the documents that went to validation by their hash, 0 where none could.
+    `fraction`: the share of documents that goes to validation by hash, 0 where none could.
     """
     named = next((file for file in found.files if file.split), None)
     if "train" not in description["splits"]:
@@ -131,7 +145,7 @@ def _check_inputs(
     separator: str,
     skip_bad_files: bool,
 ) -> tuple[FoundFiles, Tokenizer]:
-    """Everything that can be found wrong before any work, in one UserError."""
+    """Open the inputs; raise all that can be found wrong before any work in one UserError."""
     problems: list[str] = []
     found, loaded = FoundFiles((), ()), None
     try:
@@ -152,13 +166,14 @@ def _check_inputs(
         try:
             check_start(file.path)
         except BadFile as bad:
-            problems.append(f"{file.path}: {bad} (--skip-bad-files goes on without it)")
+            problems.append(f"{file.path}: {bad} (--skip-bad-files continues without it)")
     if problems:
         raise UserError(*problems)
     return found, loaded
 
 
 def _identity(found: FoundFiles) -> str:
+    """Describe the input files so that any change of them shows."""
     digest = hashlib.blake2b(digest_size=8)
     for file in found.files:
         path = os.path.abspath(file.path) if isinstance(file.path, Path) else file.path
@@ -168,58 +183,57 @@ def _identity(found: FoundFiles) -> str:
 
 
 def _write_streams(
-    work: Workplace, accounts: Accounts, encoder: Encoder, workers: int, shard_tokens: int
+    work: Workspace, tally: Tally, encoder: Encoder, workers: int, shard_tokens: int
 ) -> dict[Stream, list[dict[str, Any]]]:
-    """Encode the corpus from where `work` stands; the finished shards of each stream."""
-    dtype = token_dtype(Tokenizer.from_bytes(encoder.model_bytes).vocab_size)
-    writers = StreamWriters(work.path, dtype, shard_tokens)
-    progress = PrepareProgress([file.size for file in accounts.files], sys.stderr)
+    """Encode what is left of the corpus; return the finished shards of each stream."""
+    writers = StreamWriters(work.path, token_dtype(encoder.tokenizer.vocab_size), shard_tokens)
+    progress = PrepareProgress([file.size for file in tally.files], sys.stderr)
     try:
         if work.state:
-            _go_on(work, accounts, writers)
-        progress.start(accounts.file, accounts.tokens)
+            _resume(work, tally, writers)
+        progress.start(tally.current.index, tally.tokens)
         kept = time.monotonic()
-        for encoded in encode_all(_batches(accounts, progress), encoder, workers):
-            accounts.add(encoded)
+        for encoded in encode_all(_batches(tally, encoder.limits, progress), encoder, workers):
+            tally.add(encoded)
             for stream, part in encoded.parts.items():
                 writers.append(stream, part.ids)
-            progress.made(accounts.documents, accounts.tokens)
-            if time.monotonic() - kept >= _KEEP_SECONDS:
-                work.keep({"shards": writers.sync(), "accounts": accounts.state()})
+            progress.made(tally.documents, tally.tokens)
+            if time.monotonic() - kept >= encoder.limits.keep_seconds:
+                work.keep({"shards": writers.sync(), "tally": tally.state()})
                 kept = time.monotonic()
-        accounts.require_documents()
+        tally.require_documents()
         return writers.close()
     finally:
         progress.finish()
         writers.abandon()
 
 
-def _go_on(work: Workplace, accounts: Accounts, writers: StreamWriters) -> None:
-    """Put writers and accounts where an earlier process left them."""
+def _resume(work: Workspace, tally: Tally, writers: StreamWriters) -> None:
+    """Put writers and tally where an earlier process left them."""
     try:
+        kept = work.state["tally"]
         writers.restore(work.state["shards"])
-    except OSError as error:
+    except (OSError, KeyError) as error:  # shards are damaged; another version's journal
         writers.abandon()
         work.start_over()
         _note(f"{error}: starting over")
         return
-    accounts.restore(work.state["accounts"])
-    _note(f"going on behind {accounts.documents:,} documents, done by an earlier run")
+    tally.restore(kept)
+    _note(f"continuing after {tally.documents:,} documents, done by an earlier run")
 
 
-def _batches(accounts: Accounts, progress: PrepareProgress) -> Iterator[Batch]:
-    """Records of every file from where the accounts stand; the last batch of a file says so."""
-    skipped = accounts.records
-    for index in range(accounts.file, len(accounts.files)):
-        file = accounts.files[index]
+def _batches(tally: Tally, limits: Limits, progress: PrepareProgress) -> Iterator[Batch]:
+    """Read the records that the tally lacks; the last batch of each file says so."""
+    skipped = tally.current.records
+    for index in range(tally.current.index, len(tally.files)):
+        file = tally.files[index]
+        on_position = functools.partial(progress.read, index)
         records: list[Record] = []
         size, fault = 0, None
         try:
-            on_position = lambda position, index=index: progress.read(index, position)
-            for number, record in enumerate(read_records(file.path, accounts.fields, on_position)):
-                if number < skipped:
-                    continue
-                full = len(records) >= _BATCH_RECORDS or size + record.size() > _BATCH_BYTES
+            found = read_records(file.path, tally.fields, on_position, limits)
+            for record in itertools.islice(found, skipped, None):
+                full = len(records) >= limits.batch_records or size + record.size() > limits.batch
                 if records and full:
                     yield Batch(index, file.split, records)
                     records, size = [], 0
@@ -232,28 +246,21 @@ def _batches(accounts: Accounts, progress: PrepareProgress) -> Iterator[Batch]:
 
 
 def _describe(
-    accounts: Accounts,
-    tokenizer: Tokenizer,
-    encoder: Encoder,
-    shards: dict[Stream, list[dict[str, Any]]],
+    tally: Tally, encoder: Encoder, shards: dict[Stream, list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    """The content of dataset.json."""
+    """Return the content of dataset.json."""
     splits = {}
     for split in _SPLIT_ORDER:
-        streams = sorted(stream for stream in accounts.streams if stream.split == split)
-        if not streams:
+        parts = sorted(item for item in tally.streams.items() if item[0].split == split)
+        if not parts:
             continue
-        total = Counts()
-        for counts in (accounts.streams[stream] for stream in streams):
-            total.tokens += counts.tokens
-            total.documents += counts.documents
-            total.bytes += counts.bytes
         named = lambda stream: {"source": stream.source} if stream.source else {}
         splits[split] = {
-            **vars(total),
-            "sources": {s.source or "all": dict(vars(accounts.streams[s])) for s in streams},
-            "shards": [shard | named(stream) for stream in streams for shard in shards[stream]],
+            **asdict(sum((counts for _, counts in parts), NO_COUNTS)),
+            "sources": {stream.source or "all": asdict(counts) for stream, counts in parts},
+            "shards": [shard | named(stream) for stream, _ in parts for shard in shards[stream]],
         }
+    tokenizer = encoder.tokenizer
     return {
         "format": FORMAT,
         "tokenizer": {
@@ -267,9 +274,9 @@ def _describe(
         "source_field": encoder.fields.source,
         "validation_fraction": encoder.validation_fraction,
         "splits": splits,
-        "dropped": dict(sorted(accounts.dropped.items())),
-        "repaired": dict(sorted(accounts.repaired.items())),
-        "bad_files": len(accounts.bad_files),
+        "dropped": dict(sorted(tally.dropped.items())),
+        "repaired": dict(sorted(tally.repaired.items())),
+        "bad_files": len(tally.bad_files),
     }
 
 
@@ -283,7 +290,7 @@ def totals(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _places_unknown(description: dict[str, Any]) -> dict[str, Any]:
-    """What `Accounts.report` returns, as far as a finished dataset knows it."""
+    """Return what `Tally.report` returns, as far as a finished dataset knows it."""
     has_cases = description["dropped"] or description["repaired"]
     return {
         "cases": None if has_cases else [],

@@ -5,6 +5,7 @@ process; `read_document` takes the text out of a record and can run in another p
 """
 
 import codecs
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,14 +13,14 @@ from typing import Any, NamedTuple
 
 from cem_jax.data.corpus.compression import BadFile, ByteStream, refuse_other_content
 from cem_jax.data.corpus.files import file_format
-from cem_jax.data.corpus.json_text import (
-    LARGEST,
+from cem_jax.data.corpus.large_json import (
     BadRecord,
     LongString,
     array_elements,
     character_start,
     parse_cut,
 )
+from cem_jax.data.corpus.limits import LIMITS, Limits
 from cem_jax.data.corpus.parquet import parquet_rows
 from cem_jax.storage.remote import AnyPath, reading
 
@@ -29,7 +30,6 @@ UNKNOWN_SOURCE = "unknown"
 HARMLESS = ("empty_text", "null_text")
 _BOM = codecs.BOM_UTF8
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_PIECE = 1 << 20  # bytes of a text decoded at a time
 
 
 class Fields(NamedTuple):
@@ -57,9 +57,12 @@ class Record(NamedTuple):
 
 
 def read_records(
-    path: AnyPath, fields: Fields, on_position: Callable[[int], None] = lambda position: None
+    path: AnyPath,
+    fields: Fields,
+    on_position: Callable[[int], None] = lambda position: None,
+    limits: Limits = LIMITS,
 ) -> Iterator[Record]:
-    """The records of one file, in order; `on_position` hears how many stored bytes were read.
+    """Yield the records of one file in order, telling `on_position` the stored bytes read so far.
 
     Only LF ends a .jsonl record. A .json file may hold an array or one object a line. Raises
     BadFile when the file cannot be read to its end or has no such column.
@@ -72,12 +75,12 @@ def read_records(
     with ByteStream(path) as stream:
         chunks = _watched(stream, on_position)
         if form.startswith(".txt"):
-            whole = _joined(chunks)
+            whole = _joined(chunks, limits.largest)
             yield Record(1, "value", Missing("too_long") if whole is None else _without_bom(whole))
         elif form.startswith(".jsonl"):
-            yield from _line_records(chunks, array_hint=True)
+            yield from _line_records(chunks, limits.largest, array_hint=True)
         else:
-            yield from _json_records(chunks)
+            yield from _json_records(chunks, limits.largest)
 
 
 def check_start(path: AnyPath) -> None:
@@ -97,8 +100,10 @@ class Piece(NamedTuple):
     mended: bool  # lone surrogates, which UTF-8 cannot express, became U+FFFD
 
 
-def read_document(record: Record, fields: Fields) -> tuple[str | None, Iterator[Piece]]:
-    """A record's source (None: it has no such field) and its text in pieces of some megabytes.
+def read_document(
+    record: Record, fields: Fields, limits: Limits = LIMITS
+) -> tuple[str | None, Iterator[Piece]]:
+    """Return a record's source (None: it has no such field) and its text in pieces.
 
     Raises BadRecord, the last three also while the pieces are read: missing_column, null_text,
     not_a_string, not_an_object, too_long, invalid_json, invalid_utf8, empty_text (nothing but
@@ -108,7 +113,7 @@ def read_document(record: Record, fields: Fields) -> tuple[str | None, Iterator[
     if isinstance(text, Missing):
         raise BadRecord(text.reason)
     if record.kind == "json":
-        element, strings = parse_cut(text)
+        element, strings = parse_cut(text, limits)
         text = _field(element, fields.text)
         text = strings.get(text, text) if isinstance(text, str) else text
         if fields.source:
@@ -117,7 +122,7 @@ def read_document(record: Record, fields: Fields) -> tuple[str | None, Iterator[
         raise BadRecord("null_text")
     if not isinstance(text, str | bytes | bytearray | LongString):
         raise BadRecord("not_a_string")
-    return _source_name(source), _pieces(text)
+    return _source_name(source), _pieces(text, limits.piece)
 
 
 def _field(element: Any, path: str, **default: Any) -> Any:
@@ -143,13 +148,13 @@ def _source_name(value: Any) -> str | None:
     return str(value) if isinstance(value, int | float) else None
 
 
-def _pieces(text: str | bytes | bytearray | LongString) -> Iterator[Piece]:
+def _pieces(text: str | bytes | bytearray | LongString, size: int) -> Iterator[Piece]:
     if isinstance(text, str):
         parts = iter((text,))
     elif isinstance(text, LongString):
-        parts = text.pieces()
+        parts = text.pieces(size)
     else:
-        parts = _decoded(text)
+        parts = _decoded(text, size)
     empty = True
     for part in parts:
         empty = empty and (not part or part.isspace())
@@ -162,10 +167,10 @@ def _pieces(text: str | bytes | bytearray | LongString) -> Iterator[Piece]:
         raise BadRecord("empty_text")
 
 
-def _decoded(raw: bytes | bytearray) -> Iterator[str]:
+def _decoded(raw: bytes | bytearray, size: int) -> Iterator[str]:
     start = 0
     while start < len(raw):
-        end = start + _PIECE
+        end = start + size
         end = len(raw) if end >= len(raw) else character_start(raw, end)
         try:
             yield raw[start:end].decode()
@@ -180,21 +185,23 @@ def _watched(stream: ByteStream, on_position: Callable[[int], None]) -> Iterator
         yield chunk
 
 
-def _joined(chunks: Iterator[bytes]) -> bytearray | None:
-    """All bytes; None when they are too many."""
+def _joined(chunks: Iterator[bytes], largest: int) -> bytearray | None:
+    """Join all bytes; None when they are too many."""
     whole = bytearray()  # grows in place, where joining would hold everything twice
     for chunk in chunks:
-        if len(whole) > LARGEST:
+        if len(whole) > largest:
             whole.clear()
-            for _ in chunks:  # to its end all the same: it may be truncated
+            for _ in chunks:  # read to the end all the same: the file may be truncated
                 pass
             return None
         whole += chunk
     return whole
 
 
-def _line_records(chunks: Iterator[bytes], array_hint: bool = False) -> Iterator[Record]:
-    for number, line in enumerate(_lines(chunks), start=1):
+def _line_records(
+    chunks: Iterator[bytes], largest: int, array_hint: bool = False
+) -> Iterator[Record]:
+    for number, line in enumerate(_lines(chunks, largest), start=1):
         if line is None:
             yield Record(number, "value", Missing("too_long"))
             continue
@@ -208,14 +215,14 @@ def _line_records(chunks: Iterator[bytes], array_hint: bool = False) -> Iterator
             yield Record(number, "json", line)
 
 
-def _lines(chunks: Iterator[bytes]) -> Iterator[bytes | bytearray | None]:
-    """What LF alone ends; None for a line that is too long."""
-    held: bytearray | None = bytearray()  # of a line that goes on in the next chunk
+def _lines(chunks: Iterator[bytes], largest: int) -> Iterator[bytes | bytearray | None]:
+    """Yield lines, which LF alone ends; None for a line that is too long."""
+    held: bytearray | None = bytearray()  # of a line that continues in the next chunk
     for chunk in chunks:
         first, *rest = chunk.split(b"\n")
         if held is not None:
             held += first
-            if len(held) > LARGEST:
+            if len(held) > largest:
                 held = None
         if rest:
             yield held
@@ -225,25 +232,19 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes | bytearray | None]:
         yield held
 
 
-def _json_records(chunks: Iterator[bytes]) -> Iterator[Record]:
-    """An array's elements, or, since many .json files are really lines, one object a line."""
+def _json_records(chunks: Iterator[bytes], largest: int) -> Iterator[Record]:
+    """Yield an array's elements or, since many .json files are really lines, those."""
     head = b""
     for chunk in chunks:
         head = _without_bom(head + chunk)
         if head.strip():
             break
-    everything = _resumed(head, chunks)
+    everything = itertools.chain([head] if head else [], chunks)
     if head.lstrip().startswith(b"["):
-        for line, element in array_elements(everything):
+        for line, element in array_elements(everything, largest):
             yield Record(line, "json", element)
     else:
-        yield from _line_records(everything)
-
-
-def _resumed(head: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    if head:
-        yield head
-    yield from rest
+        yield from _line_records(everything, largest)
 
 
 def _without_bom(raw: bytes | bytearray) -> bytes | bytearray:

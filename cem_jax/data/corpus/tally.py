@@ -10,6 +10,7 @@ from cem_jax.data.corpus.encoding import Encoded
 from cem_jax.data.corpus.files import SourceFile
 from cem_jax.data.corpus.readers import HARMLESS, Fields
 from cem_jax.data.corpus.shards import Stream
+from cem_jax.data.dataset.store import NO_COUNTS, Counts
 from cem_jax.errors import UserError
 from cem_jax.storage.remote import AnyPath
 
@@ -19,58 +20,50 @@ _MOST_SOURCES = 256
 
 
 @dataclass
-class Counts:
-    tokens: int = 0  # separators included
-    documents: int = 0
-    bytes: int = 0  # UTF-8 bytes of the documents
-
-
-@dataclass
 class _FileTally:
-    """Of the file that is being read."""
+    """Counts of the file that is being read."""
 
+    index: int = 0
     records: int = 0
-    unusable: dict[str, int] = field(default_factory=dict)  # by reason, the harmless apart
+    unusable: dict[str, int] = field(default_factory=dict)  # by reason, without the harmless ones
     documents: int = 0
     without_source: int = 0
 
 
 @dataclass
-class Accounts:
-    """Kept batch by batch, in order; `file` and `records` say how far the corpus was read."""
+class Tally:
+    """Counts kept batch by batch, in order; `current` says how far the corpus was read."""
 
     files: tuple[SourceFile, ...]
     fields: Fields
     skip_bad_files: bool
-    file: int = 0
-    records: int = 0  # of that file
+    current: _FileTally = field(default_factory=_FileTally)
     streams: dict[Stream, Counts] = field(default_factory=dict)
     dropped: collections.Counter[str] = field(default_factory=collections.Counter)
     repaired: collections.Counter[str] = field(default_factory=collections.Counter)
     dropped_cases: list[str] = field(default_factory=list)
     repaired_cases: list[str] = field(default_factory=list)
     bad_files: list[str] = field(default_factory=list)
-    tally: _FileTally = field(default_factory=_FileTally)
 
-    _PLAIN = ("file", "records", "dropped_cases", "repaired_cases", "bad_files")
+    _LISTS = ("dropped_cases", "repaired_cases", "bad_files")
 
     def state(self) -> dict[str, Any]:
-        """Everything counted, as JSON can hold it."""
-        return {name: getattr(self, name) for name in self._PLAIN} | {
+        """Return everything counted, as JSON can hold it."""
+        return {name: getattr(self, name) for name in self._LISTS} | {
             "dropped": dict(self.dropped),
             "repaired": dict(self.repaired),
             "streams": [[*stream, asdict(counts)] for stream, counts in self.streams.items()],
-            "tally": asdict(self.tally),
+            "current": asdict(self.current),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on counting from what `state` returned; UserError for bad files that count now."""
-        for name in self._PLAIN:
+        """Continue counting from what `state` returned; UserError for bad files that count now."""
+        for name in self._LISTS:
             setattr(self, name, state[name])
         self.dropped.update(state["dropped"])
         self.repaired.update(state["repaired"])
         self.streams = {Stream(*names): Counts(**counts) for *names, counts in state["streams"]}
-        self.tally = _FileTally(**state["tally"])
+        self.current = _FileTally(**state["current"])
         if self.bad_files and not self.skip_bad_files:
             raise UserError(
                 *(f"{bad} (skipped before, with --skip-bad-files)" for bad in self.bad_files)
@@ -86,28 +79,24 @@ class Accounts:
 
     def add(self, encoded: Encoded) -> None:
         """Count one encoded batch. Raises UserError for a bad file, unless those are skipped."""
-        path = self.files[encoded.batch.file].path
+        path, current = self.files[encoded.batch.file].path, self.current
         for line, reason in encoded.dropped:
             self.dropped[reason] += 1
             _note(self.dropped_cases, f"{path}:{line}: {reason}")
             if reason not in HARMLESS:
-                self.tally.unusable[reason] = self.tally.unusable.get(reason, 0) + 1
+                current.unusable[reason] = current.unusable.get(reason, 0) + 1
         for line, fault in encoded.repaired:
             self.repaired[fault] += 1
             _note(self.repaired_cases, f"{path}:{line}: {fault} (mended)")
         for stream, part in encoded.parts.items():
-            counts = self.streams.setdefault(stream, Counts())
-            counts.tokens += part.ids.size
-            counts.documents += part.documents
-            counts.bytes += part.bytes
-            self.tally.documents += part.documents
+            self.streams[stream] = self.streams.get(stream, NO_COUNTS) + part.counts
+            current.documents += part.counts.documents
         self._require_few_sources()
-        self.tally.records += encoded.records
-        self.tally.without_source += encoded.without_source
-        self.records += encoded.records
+        current.records += encoded.records
+        current.without_source += encoded.without_source
         if encoded.batch.is_last:
             self._judge(path, encoded.batch.fault)
-            self.file, self.records, self.tally = encoded.batch.file + 1, 0, _FileTally()
+            self.current = _FileTally(current.index + 1)
 
     def require_documents(self) -> None:
         """Raise UserError when no document was usable."""
@@ -120,7 +109,7 @@ class Accounts:
             )
 
     def report(self, ignored: Sequence[AnyPath]) -> dict[str, Any]:
-        """Tell on standard error what did not become data, with places; the same as JSON."""
+        """Print to standard error what did not become data, with places; return it as JSON."""
         lines: list[str] = []
         if ignored:
             kinds = ", ".join(sorted({path.suffix or path.name for path in ignored})[:8])
@@ -141,8 +130,8 @@ class Accounts:
         return {"cases": cases, "bad_files": self.bad_files}
 
     def _judge(self, path: AnyPath, fault: str | None) -> None:
-        """A file whose records all came: what they have in common is the file's fault."""
-        tally = self.tally
+        """Judge a file by all of its records: what they have in common is the file's fault."""
+        tally = self.current
         if fault:
             self._bad_file(path, fault)
         elif not tally.records:
@@ -161,7 +150,7 @@ class Accounts:
         if not self.skip_bad_files:
             places = [case for case in self.dropped_cases if case.startswith(f"{path}:")]
             raise UserError(
-                f"{path}: {fault} (--skip-bad-files keeps what comes before the fault and goes on)",
+                f"{path}: {fault} (--skip-bad-files keeps what comes before the fault)",
                 *places[:3],
             )
         self.bad_files.append(f"{path}: {fault}")

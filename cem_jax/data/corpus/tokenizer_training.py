@@ -14,7 +14,7 @@ import sentencepiece
 
 from cem_jax.data.corpus.compression import BadFile
 from cem_jax.data.corpus.files import SourceFile, find_files
-from cem_jax.data.corpus.json_text import BadRecord
+from cem_jax.data.corpus.large_json import BadRecord
 from cem_jax.data.corpus.readers import Fields, read_document, read_records
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError

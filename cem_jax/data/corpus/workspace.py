@@ -1,10 +1,12 @@
-"""Where a dataset is made: a directory beside its final place, with a journal to go on from.
+"""The output directory of `cem prepare`: made beside its final place, and known again later.
 
     <output>.partial/.lock          held while a process is at work
     <output>.partial/journal.json   what was done when everything was last brought to the disk
+    <output>/dataset.json           among other things, the command that made it
 
-The directory has no dataset.json before it is complete, and is then renamed: an unfinished
-dataset cannot be opened, and a finished one appears at once.
+The working directory has no dataset.json before it is complete, and is then renamed: an unfinished
+dataset cannot be opened, and a finished one appears at once. A command is kept as {flag: value}:
+what the tokens depend on, with a digest of the input files' paths, sizes and times.
 """
 
 import contextlib
@@ -16,86 +18,79 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cem_jax.data.dataset.store import DESCRIPTION, MODEL
+from cem_jax.data.dataset.store import DESCRIPTION, MODEL, open_dataset, read_description
 from cem_jax.errors import UserError
 from cem_jax.storage.durable import sync_directory, write_durably
 
-PARTIAL = ".partial"  # the end of its name
+INPUT_FILES = "input files"  # of a command
+PARTIAL = ".partial"  # the end of a working directory's name
 LOCK = ".lock"
 _JOURNAL = "journal.json"
-_OWN = (LOCK, _JOURNAL)
 
 
-class Workplace:
-    """A directory to fill; see `workplace`."""
+class Workspace:
+    """A directory to fill; see `workspace`."""
 
     def __init__(self, path: Path, command: dict[str, Any], output: Path):
         self.path = path
         self._command = command
-        self._kept = self._read(output)
-        if self._kept is None:
+        self.state = self._read(output)  # what `keep` was given last, by whatever process
+        if self.state is None:
             self._clear()
 
-    @property
-    def state(self) -> dict[str, Any] | None:
-        """What the last `keep` was given, by an earlier process with the same command."""
-        return None if self._kept is None else self._kept["state"]
-
     def keep(self, state: dict[str, Any]) -> None:
-        """Record what a later process can go on from; `state` must be on the disk already."""
+        """Record what a later process can continue from; `state` must be on the disk already."""
         kept = {"command": self._command, "state": state}
         write_durably(self.path / _JOURNAL, json.dumps(kept).encode())
-        self._kept = kept
-
-    def is_resumable(self) -> bool:
-        return self._kept is not None
+        self.state = state
 
     def start_over(self) -> None:
         """Forget everything that was done."""
-        self._kept = None
+        self.state = None
         self._clear()
 
     def finish(self, output: Path) -> None:
         """Give the directory its final name."""
         self.path.rename(output)
         sync_directory(output.parent)
-        for name in (_JOURNAL, LOCK):  # till then the lock keeps others away
+        for name in (_JOURNAL, LOCK):  # until then the lock keeps others away
             (output / name).unlink(missing_ok=True)
 
     def _read(self, output: Path) -> dict[str, Any] | None:
         try:
             kept = json.loads((self.path / _JOURNAL).read_text())
-            then, now = kept["command"], self._command
-            kept["state"]
+            then, state = kept["command"], kept["state"]
         except (OSError, ValueError, KeyError, TypeError):
             return None  # killed before anything was kept
-        changed = changes(then, now)
+        changed = _changes(then, self._command)
         if changed:
             raise UserError(
-                f"{self.path} holds what an interrupted `cem prepare` for {output} did; repeat its "
-                "command to go on, or remove that directory. What differs:",
+                f"{self.path} holds the work of an interrupted `cem prepare` for {output}; repeat "
+                "its command to continue, or remove that directory. What differs:",
                 *changed,
             )
-        return kept
+        return state
 
     def _clear(self) -> None:
         (self.path / _JOURNAL).unlink(missing_ok=True)  # first: it describes the others
         for left in self.path.iterdir():
             if left.is_dir():
                 shutil.rmtree(left)
-            elif left.name not in _OWN:
+            elif left.name != LOCK:
                 left.unlink()
 
 
 @contextlib.contextmanager
-def workplace(output: Path, command: dict[str, Any]) -> Iterator[Workplace]:
-    """A directory to fill that is renamed to `output` at the end.
+def workspace(output: Path, command: dict[str, Any]) -> Iterator[Workspace]:
+    """Open a directory to fill that is renamed to `output` at the end.
 
     `command` says what is made: a directory that a killed process left is continued if it was
     making the same, and cleared if it kept nothing. After an exception the directory is removed,
-    unless there is something to go on from. Raises UserError when `output` exists and is not
-    empty, when another process is writing it, when another command left off there, when what has
-    the working directory's name is not ours, or when it cannot be written.
+    unless there is something to continue from.
+
+    Raises:
+      UserError: `output` exists and is not empty, another process is writing it, another command
+        was interrupted there, the working directory holds files of others, or it cannot be written.
     """
     require_free(output)
     output = Path(os.path.abspath(output))
@@ -115,23 +110,16 @@ def workplace(output: Path, command: dict[str, Any]) -> Iterator[Workplace]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"another process is writing {output}") from None
-        work = Workplace(partial, command, output)
+        work = Workspace(partial, command, output)
         try:
             yield work
             work.finish(output)
         except BaseException as error:
-            if not work.is_resumable():
+            if work.state is None:
                 shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError) and error.errno is not None:
                 raise UserError(f"--output {output}: {error.strerror}") from error
             raise
-
-
-def _is_own(inside: Path) -> bool:
-    """Whether a file at this place of a working directory is of our making."""
-    if len(inside.parts) == 1:
-        return inside.name.removesuffix(".tmp") in (LOCK, _JOURNAL, DESCRIPTION, MODEL)
-    return len(inside.parts) == 2 and inside.suffix == ".npy"
 
 
 def require_free(output: Path) -> None:
@@ -146,8 +134,58 @@ def require_free(output: Path) -> None:
         raise UserError(f"--output {output} is a file: name a directory")
 
 
-def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`name: value there, value now` for everything that two commands differ in."""
+def was_made(output: str | os.PathLike[str]) -> bool:
+    """Return whether `output` is a complete dataset that says which command made it.
+
+    Those of versions that kept no command are like any other directory that is not empty.
+    """
+    output = Path(output)
+    if output.is_symlink() or not os.path.isfile(output / DESCRIPTION):
+        return False
+    try:
+        return isinstance(read_description(output).get("command"), dict)
+    except (UserError, AttributeError):  # another program's, or damaged
+        return False
+
+
+def require_made_by(output: Path, command: dict[str, Any], skip_bad_files: bool) -> dict[str, Any]:
+    """Return the description of the dataset in `output`, which `was_made` by this very command.
+
+    Raises:
+      UserError: what differs, or what is wrong with its files; contents are not read.
+    """
+    try:
+        open_dataset(output)
+    except UserError as error:
+        advice = f"--output {output} is a damaged dataset: remove it, or name a new directory"
+        raise UserError(*error.messages, advice) from None
+    description = read_description(output)
+    then = description["command"]
+    changed = _changes(then, command)
+    if description["bad_files"] and not skip_bad_files:
+        changed.append(f"--skip-bad-files: {description['bad_files']} skipped there, not given now")
+    if not changed:
+        return description
+    if then != command == then | {INPUT_FILES: command[INPUT_FILES]}:
+        why = "the input files have changed since it was made of them"
+    else:
+        why = "another command made it"
+    raise UserError(
+        f"--output {output} is a complete dataset, and {why}: name a new directory, or remove "
+        "that one. What differs:",
+        *changed,
+    )
+
+
+def _is_own(inside: Path) -> bool:
+    """Return whether a file at this place of a working directory is of our making."""
+    if len(inside.parts) == 1:
+        return inside.name.removesuffix(".tmp") in (LOCK, _JOURNAL, DESCRIPTION, MODEL)
+    return len(inside.parts) == 2 and inside.suffix == ".npy"
+
+
+def _changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """List `name: value there, value now` for everything in which two commands differ."""
     return [
         f"{name}: {then.get(name)!r} there, {now[name]!r} now"
         for name in now

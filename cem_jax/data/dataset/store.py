@@ -41,6 +41,14 @@ class Counts:
     documents: int
     bytes: int  # UTF-8 bytes of the documents, separators not counted
 
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            self.tokens + other.tokens, self.documents + other.documents, self.bytes + other.bytes
+        )
+
+
+NO_COUNTS = Counts(0, 0, 0)
+
 
 @dataclass(frozen=True)
 class Split(Counts):

@@ -63,6 +63,9 @@ class Tokenizer:
         """The tokenizer of serialized model bytes, as stored in datasets and checkpoints."""
         return cls(model_bytes)
 
+    def __reduce__(self):  # how worker processes receive it
+        return Tokenizer, (self.model_bytes, self.name)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without separators.
 

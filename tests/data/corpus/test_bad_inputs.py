@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import all_tokens, write_jsonl
 
-from cem_jax.data.corpus import json_text, readers
+from cem_jax.data.corpus.limits import LIMITS, Limits
 from cem_jax.data.corpus.prepare import prepare
 from cem_jax.data.dataset.store import open_dataset
 from cem_jax.errors import UserError
@@ -150,16 +150,15 @@ def test_parquet_nested_column_and_empty_file(tmp_path, model_file):
     assert result["dropped"] == {"empty_file": 1, "null_text": 2}
 
 
-def test_a_line_beyond_all_measure_costs_itself_alone(tmp_path, model_file, monkeypatch):
-    monkeypatch.setattr(readers, "LARGEST", 100_000)
-    monkeypatch.setattr(json_text, "LARGEST", 100_000)
+def test_a_line_beyond_all_measure_costs_itself_alone(tmp_path, model_file):
+    limits = Limits(largest=100_000)
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD + b"x" * 300_000 + b"\n" + GOOD)
-    result = run(path, model_file)
+    result = run(path, model_file, limits=limits)
     assert (result["documents"], result["cases"]) == (2, [f"{path}:2: too_long"])
     (tmp_path / "b.txt").write_bytes(b"x" * 300_000)
     with pytest.raises(UserError, match=r"b\.txt: none of its 1 records is one: too_long 1"):
-        prepare([str(tmp_path / "b.txt")], model_file, tmp_path / "out2")
+        prepare([str(tmp_path / "b.txt")], model_file, tmp_path / "out2", limits=limits)
 
 
 def test_a_document_of_many_megabytes_is_encoded_as_any_other(
@@ -167,8 +166,8 @@ def test_a_document_of_many_megabytes_is_encoded_as_any_other(
 ):
     """Long enough to be cut out of its JSON, with escapes; against sentencepiece on the whole."""
     text = "\n".join(texts) * 30 + " 🚀 é"
-    assert len(text.encode()) > json_text._LONG_STRING
-    row = json.dumps({"id": "x" * json_text.LONG, "text": text})
+    assert len(text.encode()) > LIMITS.long_string
+    row = json.dumps({"id": "x" * LIMITS.long_json, "text": text})
     (tmp_path / "a.jsonl").write_text(row + "\n" + json.dumps({"text": "next"}))
     result = run(tmp_path / "a.jsonl", model_file)
     assert result["bytes"] == len(text.encode()) + 4

@@ -14,7 +14,7 @@ import sentencepiece
 from corpora import all_tokens, files_of, write_jsonl
 
 from cem_jax.cli import main
-from cem_jax.data.corpus import prepare as prepare_module
+from cem_jax.data.corpus.limits import Limits
 from cem_jax.data.corpus.prepare import prepare
 from cem_jax.data.dataset.store import open_dataset
 from cem_jax.data.dataset.tokenizer import Tokenizer
@@ -52,11 +52,10 @@ def test_streams_are_the_documents_between_separators(tmp_path, texts, tokenizer
     assert left_behind(tmp_path) == ["out"]
 
 
-def test_result_does_not_depend_on_workers_or_shard_size(tmp_path, texts, model_file, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_SMALL_CORPUS", 0)
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 3000)
+def test_result_does_not_depend_on_workers_or_shard_size(tmp_path, texts, model_file):
     write_jsonl(tmp_path / "c" / "a.jsonl", texts)
-    options = {"validation_fraction": 0.2}
+    limits = Limits(batch=3000, small_corpus=0)
+    options = {"validation_fraction": 0.2, "limits": limits}
     for name, more in (("1", {}), ("2", {"workers": 2}), ("cut", {"shard_tokens": 1000})):
         prepare([str(tmp_path / "c")], model_file, tmp_path / name, **options, **more)
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")

@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from cem_jax.data.corpus.compression import BadFile
-from cem_jax.data.corpus.json_text import BadRecord
+from cem_jax.data.corpus.large_json import BadRecord
 from cem_jax.data.corpus.readers import Fields, read_document, read_records
 
 PACKED = {
@@ -72,6 +72,22 @@ def test_concatenated_frames_and_truncation(tmp_path, packing):
     damaged[len(first) // 2] ^= 255
     path.write_bytes(damaged)
     with pytest.raises(BadFile):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("packing", "library"), [(".gz", gzip), (".bz2", bz2), (".xz", lzma), (".zst", None)]
+)
+def test_a_damaged_frame_after_a_sound_one_is_noticed(tmp_path, packing, library):
+    """The readers of bz2 and lzma take it for padding: its documents would be lost silently."""
+    path = tmp_path / f"a.jsonl{packing}"
+    second = bytearray(PACKED[packing](jsonl("b")))
+    second[0] ^= 255
+    path.write_bytes(PACKED[packing](jsonl("a")) + second)
+    if library in (bz2, lzma):
+        with library.open(path) as file:
+            assert file.read() == jsonl("a")
+    with pytest.raises(BadFile, match="is not intact"):
         read(path)
 
 

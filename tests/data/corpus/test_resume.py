@@ -1,4 +1,4 @@
-"""`cem prepare` that was interrupted goes on, to the very bytes of one that was not."""
+"""An interrupted `cem prepare` continues, to the very bytes of one that was not interrupted."""
 
 import contextlib
 import gzip
@@ -13,11 +13,19 @@ import pytest
 from corpora import files_of, write_jsonl
 
 from cem_jax.data.corpus import prepare as prepare_module
+from cem_jax.data.corpus.encoding import Encoder
+from cem_jax.data.corpus.limits import Limits
 from cem_jax.data.corpus.prepare import prepare
 from cem_jax.data.dataset.store import open_dataset
 from cem_jax.errors import UserError
 
-OPTIONS = {"shard_tokens": 700, "validation_fraction": 0.2, "skip_bad_files": True}
+OPTIONS = {
+    "shard_tokens": 700,
+    "validation_fraction": 0.2,
+    "skip_bad_files": True,
+    # a journal entry after every batch, and batches of a few documents
+    "limits": Limits(keep_seconds=0.0, batch=3000),
+}
 
 
 @pytest.fixture
@@ -33,13 +41,6 @@ def corpus(tmp_path, texts):
     (folder / "d.jsonl.gz").write_bytes(gzip.compress(records.encode())[:-20])
     (folder / "e.txt").write_text(texts[0])
     return folder
-
-
-@pytest.fixture
-def often(monkeypatch):
-    """A journal entry after every batch, and batches of a few documents."""
-    monkeypatch.setattr(prepare_module, "_KEEP_SECONDS", 0.0)
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 3000)
 
 
 @contextlib.contextmanager
@@ -63,9 +64,7 @@ def run(corpus, model_file, output, **options):
 
 
 @pytest.mark.parametrize("stops", [(1,), (4,), (9,), (2, 3, 3), (0, 5)])
-def test_any_interruption_ends_in_the_same_bytes(
-    tmp_path, corpus, model_file, monkeypatch, often, stops
-):
+def test_any_interruption_ends_in_the_same_bytes(tmp_path, corpus, model_file, monkeypatch, stops):
     whole = run(corpus, model_file, tmp_path / "whole")
     for batches in stops:
         with interrupted_after(monkeypatch, batches):
@@ -78,15 +77,15 @@ def test_any_interruption_ends_in_the_same_bytes(
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_work_is_not_done_twice(tmp_path, corpus, model_file, monkeypatch, often):
+def test_work_is_not_done_twice(tmp_path, corpus, model_file, monkeypatch):
     counted = []
-    encode_batch = prepare_module.encode_all.__globals__["encode_batch"]
+    encode = Encoder.encode
 
-    def counting(batch):
+    def counting(self, batch):
         counted.append(len(batch.records))
-        return encode_batch(batch)
+        return encode(self, batch)
 
-    monkeypatch.setitem(prepare_module.encode_all.__globals__, "encode_batch", counting)
+    monkeypatch.setattr(Encoder, "encode", counting)
     run(corpus, model_file, tmp_path / "whole")
     whole = sum(counted)
     counted.clear()
@@ -98,7 +97,7 @@ def test_work_is_not_done_twice(tmp_path, corpus, model_file, monkeypatch, often
     assert sum(counted) <= whole + repeated * max(counted)
 
 
-def test_what_lies_behind_the_journal_is_cut_off(tmp_path, corpus, model_file, monkeypatch, often):
+def test_what_lies_behind_the_journal_is_cut_off(tmp_path, corpus, model_file, monkeypatch):
     run(corpus, model_file, tmp_path / "whole")
     with interrupted_after(monkeypatch, 5):
         run(corpus, model_file, tmp_path / "out")
@@ -110,13 +109,28 @@ def test_what_lies_behind_the_journal_is_cut_off(tmp_path, corpus, model_file, m
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def test_lost_shards_mean_starting_over(tmp_path, corpus, model_file, monkeypatch, often, capsys):
+def test_lost_shards_mean_starting_over(tmp_path, corpus, model_file, monkeypatch, capsys):
     run(corpus, model_file, tmp_path / "whole")
     with interrupted_after(monkeypatch, 5):
         run(corpus, model_file, tmp_path / "out")
     for shard in (tmp_path / "out.partial" / "train").iterdir():
         shard.write_bytes(shard.read_bytes()[:140])
     capsys.readouterr()
+    run(corpus, model_file, tmp_path / "out")
+    assert "starting over" in capsys.readouterr().err
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_journal_of_another_version_means_starting_over(
+    tmp_path, corpus, model_file, monkeypatch, capsys
+):
+    run(corpus, model_file, tmp_path / "whole")
+    with interrupted_after(monkeypatch, 5):
+        run(corpus, model_file, tmp_path / "out")
+    journal = tmp_path / "out.partial" / "journal.json"
+    kept = json.loads(journal.read_text())
+    del kept["state"]["tally"]
+    journal.write_text(json.dumps(kept))
     run(corpus, model_file, tmp_path / "out")
     assert "starting over" in capsys.readouterr().err
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
@@ -130,9 +144,7 @@ def test_lost_shards_mean_starting_over(tmp_path, corpus, model_file, monkeypatc
         ({"validation_fraction": 0.1}, "--validation-fraction: 0.2 there, 0.1 now"),
     ],
 )
-def test_another_command_does_not_go_on(
-    tmp_path, corpus, model_file, monkeypatch, often, change, words
-):
+def test_another_command_does_not_go_on(tmp_path, corpus, model_file, monkeypatch, change, words):
     with interrupted_after(monkeypatch, 3):
         run(corpus, model_file, tmp_path / "out")
     before = files_of(tmp_path / "out.partial")
@@ -141,7 +153,7 @@ def test_another_command_does_not_go_on(
     assert files_of(tmp_path / "out.partial") == before
 
 
-def test_changed_inputs_do_not_go_on(tmp_path, corpus, model_file, monkeypatch, often):
+def test_changed_inputs_do_not_go_on(tmp_path, corpus, model_file, monkeypatch):
     with interrupted_after(monkeypatch, 3):
         run(corpus, model_file, tmp_path / "out")
     write_jsonl(corpus / "a.jsonl", ["other"])
@@ -150,11 +162,11 @@ def test_changed_inputs_do_not_go_on(tmp_path, corpus, model_file, monkeypatch, 
 
 
 def test_a_bad_file_late_in_a_corpus_does_not_cost_what_came_before(
-    tmp_path, corpus, model_file, often, capsys
+    tmp_path, corpus, model_file, capsys
 ):
     with pytest.raises(UserError, match=r"d\.jsonl\.gz: is truncated"):
         run(corpus, model_file, tmp_path / "out", skip_bad_files=False)
-    assert "keeps what was done; the same command goes on" in capsys.readouterr().err
+    assert "keeps what was done; repeat the command to continue" in capsys.readouterr().err
     run(corpus, model_file, tmp_path / "out")
     run(corpus, model_file, tmp_path / "whole")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
@@ -167,11 +179,12 @@ def test_killed_outright_three_times(tmp_path, texts, model_file, workers):
     for name in "abc":
         write_jsonl(corpus / f"{name}.jsonl", [f"{name} {i} {t}" for i in range(60) for t in texts])
     code = (
-        "from cem_jax.data import prepare as module\n"
-        "module._KEEP_SECONDS, module._BATCH_BYTES, module._SMALL_CORPUS = 0.05, 50_000, 0\n"
+        "from cem_jax.data.corpus.limits import Limits\n"
+        "from cem_jax.data.corpus.prepare import prepare\n"
+        "limits = Limits(keep_seconds=0.05, batch=50_000, small_corpus=0)\n"
         "if __name__ == '__main__':\n"
-        f"    module.prepare([{str(corpus)!r}], {str(model_file)!r}, OUT, workers={workers},\n"
-        "                   shard_tokens=100_000)\n"
+        f"    prepare([{str(corpus)!r}], {str(model_file)!r}, OUT, workers={workers},\n"
+        "            shard_tokens=100_000, limits=limits)\n"
     )
 
     def start(name):
@@ -194,13 +207,13 @@ def test_killed_outright_three_times(tmp_path, texts, model_file, workers):
         job.send_signal(signal.SIGKILL)
         job.wait(60)
     assert start("out").wait(300) == 0
-    assert "going on behind" in log.read_text()
+    assert "continuing after" in log.read_text()
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
 def journal_documents(journal: Path) -> int:
     try:
-        streams = json.loads(journal.read_text())["state"]["accounts"]["streams"]
+        streams = json.loads(journal.read_text())["state"]["tally"]["streams"]
     except (OSError, ValueError):
         return 0
     return sum(counts["documents"] for *_, counts in streams)

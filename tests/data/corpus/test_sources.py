@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import all_tokens, contents_of, files_of
 
-from cem_jax.data.corpus import prepare as prepare_module
+from cem_jax.data.corpus.limits import Limits
 from cem_jax.data.corpus.prepare import prepare
 from cem_jax.data.dataset.checks import check_dataset
 from cem_jax.data.dataset.loader import TrainLoader, eval_batches
@@ -91,13 +91,13 @@ def test_parquet_has_the_same_sources(tmp_path, rows, model_file, dataset, neste
     assert contents_of(tmp_path / "q") == contents_of(dataset.path)
 
 
-def test_workers_and_interruptions_change_nothing(tmp_path, rows, model_file, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_SMALL_CORPUS", 0)
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 2000)
+def test_workers_change_nothing(tmp_path, rows, model_file):
+    limits = Limits(batch=2000, small_corpus=0)
     write(tmp_path / "a.jsonl", rows)
     for workers in (1, 2):
         prepare([str(tmp_path / "a.jsonl")], model_file, tmp_path / str(workers),
-                source_field=FIELD, workers=workers, validation_fraction=0.3)  # fmt: skip
+                source_field=FIELD, workers=workers, validation_fraction=0.3,
+                limits=limits)  # fmt: skip
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
 
 

@@ -1,7 +1,9 @@
 """JSON with strings of hundreds of megabytes: arrays cut into elements, strings into pieces.
 
 Python's parser holds a document as text, as text again and as UTF-8: up to nine bytes for one.
-What is long is therefore cut out of the bytes, and decoded a megabyte at a time.
+Long strings are therefore cut out of the bytes, and decoded a megabyte at a time. ijson also reads
+arrays in pieces, but stops at the first element that is no JSON, where here that costs one record;
+it does not tell an element's line; and it makes each string as a whole.
 """
 
 import json
@@ -10,11 +12,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from cem_jax.data.corpus.compression import BadFile
+from cem_jax.data.corpus.limits import LIMITS, Limits
 
-LONG = 4 << 20  # bytes of a JSON value from which it is cut
-LARGEST = 512 << 20  # bytes of a JSON value, or of any other record
-_LONG_STRING = 1 << 20
-_PIECE = 1 << 20  # bytes decoded at a time
 _LONGEST_ESCAPE = 6
 # Numbers are never text, and Python refuses to make integers of more than 4300 digits.
 _JSON = json.JSONDecoder(parse_int=float)
@@ -34,12 +33,12 @@ class LongString(NamedTuple):
     start: int
     end: int
 
-    def pieces(self) -> Iterator[str]:
-        """The text, decoded piece by piece; BadRecord where it is no valid JSON or UTF-8."""
+    def pieces(self, size: int = LIMITS.piece) -> Iterator[str]:
+        """Yield the text, decoded piece by piece; BadRecord where it is no valid JSON or UTF-8."""
         high = ""  # the first half of a pair of surrogates that stands in two pieces
         start = self.start
         while start < self.end:
-            end = self._cut(start)
+            end = self._cut(start, size)
             text = parse(b'"%b"' % self.raw[start:end])
             if high and "\udc00" <= text[:1] <= "\udfff":
                 text = chr(0x10000 + (ord(high) - 0xD800 << 10) + ord(text[0]) - 0xDC00) + text[1:]
@@ -49,9 +48,9 @@ class LongString(NamedTuple):
             yield text.removesuffix(high)
             start = end
 
-    def _cut(self, start: int) -> int:
-        """The end of a piece, inside neither an escape nor a character."""
-        end = start + _PIECE
+    def _cut(self, start: int, size: int) -> int:
+        """Find the end of a piece, inside neither an escape nor a character."""
+        end = start + size
         if end >= self.end:
             return self.end
         block = self.raw[start:end]
@@ -62,12 +61,12 @@ class LongString(NamedTuple):
 
 
 def character_start(raw: bytes | bytearray, at: int) -> int:
-    """`at`, or up to three bytes before it, where no UTF-8 character is cut."""
+    """Return `at`, or up to three bytes before it, where no UTF-8 character is cut."""
     return next((i for i in range(at, at - 4, -1) if raw[i] & 0xC0 != 0x80), at)
 
 
 def parse(raw: bytes | bytearray) -> Any:
-    """A JSON value; BadRecord (invalid_utf8, invalid_json) when it is none."""
+    """Parse a JSON value; BadRecord (invalid_utf8, invalid_json) when it is none."""
     try:
         return _JSON.decode(raw.decode())
     except UnicodeDecodeError:
@@ -76,9 +75,9 @@ def parse(raw: bytes | bytearray) -> Any:
         raise BadRecord("invalid_json") from None
 
 
-def parse_cut(raw: bytes | bytearray) -> tuple[Any, dict[str, LongString]]:
-    """A JSON value in which names stand for its long strings, and the strings by those names."""
-    if len(raw) < LONG:
+def parse_cut(raw: bytes | bytearray, limits: Limits = LIMITS) -> tuple[Any, dict[str, LongString]]:
+    """Parse a JSON value with names in place of long strings; return it and {name: string}."""
+    if len(raw) < limits.long_json:
         return parse(raw), {}
     mark = "cut"
     while mark.encode() in raw:
@@ -87,7 +86,7 @@ def parse_cut(raw: bytes | bytearray) -> tuple[Any, dict[str, LongString]]:
     strings: dict[str, LongString] = {}
     at = 0
     for start, end in _string_spans(raw):
-        if end - start >= _LONG_STRING:
+        if end - start >= limits.long_string:
             name = f"{mark}{len(strings)}"
             strings[name] = LongString(raw, start, end)
             kept += [raw[at:start], name.encode()]
@@ -97,7 +96,7 @@ def parse_cut(raw: bytes | bytearray) -> tuple[Any, dict[str, LongString]]:
 
 
 def _string_spans(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """(start, end) between the quotes of every string; BadRecord when the last one is open."""
+    """Yield (start, end) between the quotes of every string; BadRecord when the last is open."""
     at = 0
     while (quote := raw.find(b'"', at)) >= 0:
         end = string_end(raw, quote + 1)
@@ -108,7 +107,7 @@ def _string_spans(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
 
 
 def string_end(raw: bytes | bytearray, at: int, start: int | None = None) -> int:
-    """The closing quote at or after `at` of the string that starts at `start`; -1: not here."""
+    """Find the closing quote, at or after `at`, of the string from `start` on; -1: not here."""
     start = at if start is None else start
     while (at := raw.find(b'"', at)) >= 0:
         first = at
@@ -120,9 +119,11 @@ def string_end(raw: bytes | bytearray, at: int, start: int | None = None) -> int
     return -1
 
 
-def array_elements(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(line, bytes) of each element of a JSON array; BadFile where its structure breaks."""
-    source = _ArrayBytes(chunks)
+def array_elements(
+    chunks: Iterator[bytes], largest: int = LIMITS.largest
+) -> Iterator[tuple[int, bytes]]:
+    """Yield (line, bytes) of each element of a JSON array; BadFile where its structure breaks."""
+    source = _ArrayBytes(chunks, largest)
     source.expect(b"[")
     if source.peek() == b"]":
         source.expect(b"]")
@@ -142,14 +143,14 @@ def array_elements(chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
 class _ArrayBytes:
     """A window of a JSON array's bytes that grows until one element fits."""
 
-    def __init__(self, chunks: Iterator[bytes]):
-        self._chunks = chunks
+    def __init__(self, chunks: Iterator[bytes], largest: int):
+        self._chunks, self._largest = chunks, largest
         self._raw = bytearray()
         self._at = 0
         self.line = 1
 
     def peek(self) -> bytes:
-        """The next byte that is no whitespace; b"" at the end."""
+        """Return the next byte that is no whitespace; b"" at the end."""
         while True:
             end = _SPACE.match(self._raw, self._at).end()
             self.line += self._raw.count(b"\n", self._at, end)
@@ -171,7 +172,7 @@ class _ArrayBytes:
         self._at += 1
 
     def element(self) -> bytes:
-        """The bytes of the element that begins here, of whatever they are made."""
+        """Return the bytes of the element that begins here, valid JSON or not."""
         first = self.peek()
         del self._raw[: self._at]
         if first == b'"':
@@ -211,8 +212,10 @@ class _ArrayBytes:
         return found
 
     def _more(self) -> None:
-        if len(self._raw) > LARGEST:
-            raise BadFile(f"has an element of more than {LARGEST:,} bytes at line {self.line}")
+        if len(self._raw) > self._largest:
+            raise BadFile(
+                f"has an element of more than {self._largest:,} bytes at line {self.line}"
+            )
         if not self._grow():
             raise BadFile(f"ends inside its JSON array, in the element of line {self.line}")
 

@@ -11,6 +11,7 @@ from corpora import files_of, write_jsonl
 
 from cem_jax.data.corpus import encoding
 from cem_jax.data.corpus import prepare as prepare_module
+from cem_jax.data.corpus.limits import Limits
 from cem_jax.data.corpus.prepare import prepare
 from cem_jax.data.dataset.checks import check_dataset
 from cem_jax.data.dataset.mixture import open_mixture, open_source
@@ -65,8 +66,7 @@ def test_what_prepare_made_within_its_input_is_no_corpus(
 ):
     """A run that is killed goes on, and a finished dataset is passed over, and told."""
     whole = prepare([str(corpus)], model_file, tmp_path / "whole")
-    monkeypatch.setattr(prepare_module, "_KEEP_SECONDS", 0.0)
-    monkeypatch.setattr(prepare_module, "_BATCH_BYTES", 2000)
+    often = Limits(keep_seconds=0.0, batch=2000)
     encode_all = prepare_module.encode_all
 
     def some(*arguments):
@@ -77,8 +77,8 @@ def test_what_prepare_made_within_its_input_is_no_corpus(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare_module, "encode_all", some)
-        prepare([str(corpus)], model_file, corpus / "tokens")
-    resumed = prepare([str(corpus)], model_file, corpus / "tokens")
+        prepare([str(corpus)], model_file, corpus / "tokens", limits=often)
+    resumed = prepare([str(corpus)], model_file, corpus / "tokens", limits=often)
     assert files_of(corpus / "tokens") == files_of(tmp_path / "whole")
     capsys.readouterr()
     again = prepare([str(corpus)], model_file, tmp_path / "again")

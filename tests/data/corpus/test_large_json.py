@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cem_jax.data.corpus import json_text, readers
 from cem_jax.data.corpus.compression import BadFile
-from cem_jax.data.corpus.json_text import BadRecord, LongString, array_elements, parse_cut
+from cem_jax.data.corpus.large_json import BadRecord, LongString, array_elements, parse_cut
+from cem_jax.data.corpus.limits import Limits
 from cem_jax.data.corpus.readers import Fields, Record, read_document
 
 # Quotes, backslashes, controls, characters of one to four bytes: what a cut could go wrong in.
@@ -21,20 +21,12 @@ VALUES = st.recursive(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small():
-    """Cut everything into pieces of a few bytes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_text, "LONG", 0)
-        patch.setattr(json_text, "_LONG_STRING", 6)
-        patch.setattr(json_text, "_PIECE", 7)
-        patch.setattr(readers, "_PIECE", 7)
-        yield
+SMALL = Limits(long_json=0, long_string=6, piece=7)  # cuts everything into pieces of a few bytes
 
 
 def document(raw, fields=None):
     fields = fields or Fields("text")
-    source, pieces = read_document(Record(1, "json", raw), fields)
+    source, pieces = read_document(Record(1, "json", raw), fields, SMALL)
     return source, "".join(piece.text for piece in pieces)
 
 
@@ -57,7 +49,9 @@ def test_surrogate_pairs_are_joined_and_lone_ones_mended(before):
     filler = "a" * before
     assert document(b'{"text": "%b\\ud83d\\ude80 b"}' % filler.encode())[1] == filler + "🚀 b"
     _, pieces = read_document(
-        Record(1, "json", b'{"text": "%b\\ud83d b\\ude80"}' % filler.encode()), Fields("text")
+        Record(1, "json", b'{"text": "%b\\ud83d b\\ude80"}' % filler.encode()),
+        Fields("text"),
+        SMALL,
     )
     pieces = list(pieces)
     assert "".join(piece.text for piece in pieces) == filler + "\ufffd b\ufffd"
@@ -99,9 +93,9 @@ def test_fields_within_fields():
 @pytest.mark.parametrize("literal", [b"cut0", b"cut-0", b'"cut"'])
 def test_names_of_cut_strings_are_no_text_of_the_record(literal):
     raw = b'{"other": "%b", "text": "the real text"}' % literal.strip(b'"')
-    value, strings = parse_cut(raw)
+    value, strings = parse_cut(raw, SMALL)
     assert not any(name.encode() in raw for name in strings)
-    assert "".join(strings[value["text"]].pieces()) == "the real text"
+    assert "".join(strings[value["text"]].pieces(SMALL.piece)) == "the real text"
 
 
 @settings(deadline=None, max_examples=300)
@@ -136,17 +130,15 @@ def test_elements_that_are_no_json_are_bad_records():
     assert texts == ["a", "invalid_json", "invalid_utf8", "b", "invalid_json"]
 
 
-def test_an_element_beyond_all_measure(monkeypatch):
-    monkeypatch.setattr(json_text, "LARGEST", 1000)
+def test_an_element_beyond_all_measure():
     chunks = (b'["' if i == 0 else b"x" * 100 for i in range(100))
     with pytest.raises(BadFile, match="more than 1,000 bytes at line 1"):
-        list(array_elements(chunks))
+        list(array_elements(chunks, largest=1000))
 
 
-def test_pieces_do_not_depend_on_where_they_are_cut(monkeypatch):
+def test_pieces_do_not_depend_on_where_they_are_cut():
     text = 'a\\"b\\\\ é汉🚀 \\u00e9\\ud83d\\ude80\\n' * 20
     raw = text.encode()
     whole = json.loads(f'"{text}"')
     for size in range(7, 60):  # more than the longest escape
-        monkeypatch.setattr(json_text, "_PIECE", size)
-        assert "".join(LongString(raw, 0, len(raw)).pieces()) == whole
+        assert "".join(LongString(raw, 0, len(raw)).pieces(size)) == whole
