@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from cem_jax.energy import StepNorm, descend, rms_norm
+from cem_jax.energy import StepNorm, StepRule, at_state, descend, rms_norm
 from cem_jax.energy.elementwise import hidden_force
 from cem_jax.sharding.linear import project, readout
 from cem_jax.sharding.mesh import in_mesh, make_mesh
-from cem_jax.train.loss import _chunk_length, _chunked_losses
+from cem_jax.train.loss import _chunked_losses, chunk_length, chunk_size
 
 BATCH, POSITIONS, DIM, WIDTH, VOCABULARY = 8, 2048, 864, 2304, 32_000
 TOKENS = BATCH * POSITIONS
@@ -50,8 +50,8 @@ def mlp(steps: int) -> Part:
         force = lambda u: readout(
             hidden_force(project(u, tied), gamma, activation="silu", update="autodiff"), tied
         )
-        how = dict(steps=steps, step_size=1.0, norm=StepNorm(norm, 1e-6))
-        return descend(force, x, **how).astype(jnp.float32).sum()
+        force = at_state(force, StepNorm(norm, 1e-6))
+        return descend(force, x, StepRule(1.0), steps=steps).astype(jnp.float32).sum()
 
     shapes = ((BATCH, POSITIONS, DIM), (DIM,), (WIDTH, DIM), (WIDTH, DIM))
     # a state, z and γσ(z) written and read a step, and back; γ and its gradient
@@ -67,7 +67,7 @@ def norm() -> Part:
 
 
 def cross_entropy() -> Part:
-    chunk = _chunk_length(BATCH, POSITIONS, VOCABULARY, 1)
+    chunk = chunk_length(BATCH, POSITIONS, VOCABULARY, chunk_size())
 
     def forward(x, head):
         targets = jnp.zeros((BATCH, POSITIONS), jnp.int32)

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from cem_jax.commands.arguments import (
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     longer than the context.
     """
     prompt = standard_input() if args.prompt is None else args.prompt
+    from cem_jax.config import with_steps
     from cem_jax.runs.generation import Generator, Sampling, prompt_ids
     from cem_jax.runs.run import Run
 
@@ -57,13 +59,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = run.tokenizer()
     prompt_ids(run.config, tokenizer, prompt)
     parameters, step = run.parameters(args.step)
-    generator = Generator(
-        run.config,
-        parameters,
-        tokenizer,
-        attention_steps=args.attention_steps,
-        mlp_steps=args.mlp_steps,
-    )
+    model = with_steps(run.config.model, args.attention_steps, args.mlp_steps)
+    generator = Generator(replace(run.config, model=model), parameters, tokenizer)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     started = time.monotonic()
     write = (lambda text: None) if args.json else _write

@@ -27,6 +27,7 @@ from cem_jax.config.schema import (
     flattened,
     leaves,
     load_config,
+    with_steps,
 )
 
 __all__ = [
@@ -48,4 +49,5 @@ __all__ = [
     "load_config",
     "mesh_sizes",
     "split_sizes",
+    "with_steps",
 ]

@@ -112,6 +112,20 @@ class ModelConfig:
         return self.attention.tau_value(self.dim)
 
 
+def with_steps(
+    model: ModelConfig, attention: int | None = None, mlp: int | None = None
+) -> ModelConfig:
+    """Return `model` with other numbers of steps T; None leaves a sublayer as it is.
+
+    Parameters do not depend on T, so those of `model` fit.
+    """
+    return dataclasses.replace(
+        model,
+        attention=dataclasses.replace(model.attention, steps=attention or model.attention.steps),
+        mlp=dataclasses.replace(model.mlp, steps=mlp or model.mlp.steps),
+    )
+
+
 @dataclass(frozen=True)
 class DataConfig:
     path: str

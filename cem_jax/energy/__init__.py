@@ -4,10 +4,10 @@ No Flax, no configuration, no input or output; of the project only `kernels` is 
 """
 
 from cem_jax.energy.activation import antiderivative
-from cem_jax.energy.descent import StepNorm, descend
+from cem_jax.energy.descent import Loop, State, StepRule, descend, trajectory
 from cem_jax.energy.elementwise import elementwise_energy, elementwise_force
 from cem_jax.energy.interaction import interaction_energy, interaction_force
-from cem_jax.energy.norm import rms_norm
+from cem_jax.energy.norm import StepNorm, at_state, rms_norm
 from cem_jax.energy.position import Rotary, alibi_slopes, rotate
 from cem_jax.energy.preconditioner import (
     Preconditioner,
@@ -17,11 +17,15 @@ from cem_jax.energy.preconditioner import (
 )
 
 __all__ = [
+    "Loop",
     "Preconditioner",
     "Rotary",
+    "State",
     "StepNorm",
+    "StepRule",
     "alibi_slopes",
     "antiderivative",
+    "at_state",
     "descend",
     "elementwise_energy",
     "elementwise_force",
@@ -32,4 +36,5 @@ __all__ = [
     "preconditioner_matrix",
     "rms_norm",
     "rotate",
+    "trajectory",
 ]

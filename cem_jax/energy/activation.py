@@ -1,25 +1,38 @@
-"""Pairs (σ, φ): an activation and its antiderivative, φ' = σ and φ(−∞) = 0.
+"""Activations: σ and its antiderivative φ, with φ' = σ and φ(−∞) = 0.
 
 The element-wise energy is written with φ; its gradient needs σ alone. Each φ therefore carries σ as
 its derivative by definition, which keeps the gradient as exact as σ and as cheap.
+
+A new activation is one entry of the table here and one name in `config.schema`.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.scipy.special import erf
 from jax.scipy.stats import norm
+from jaxtyping import Array, Float, Shaped
 
-Function = Callable[[jax.Array], jax.Array]
+Function = Callable[[Float[Array, "*N"]], Float[Array, "*N"]]
 
 
-def gelu(x):
-    """x Φ(x), with the error function."""
+class Activation(NamedTuple):
+    """An activation, and what is known of it."""
+
+    name: str
+    sigma: Function
+    phi: Function  # its derivative is `sigma`, by definition
+    slope: float  # max |σ'|, rounded up
+    smooth: bool = True  # False: σ' jumps at 0
+    phi_error: float = 0.0  # how far φ is off its integral in float64, beyond rounding
+
+
+def gelu(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
+    """Return x Φ(x), with the error function."""
     return 0.5 * x * (1.0 + erf(x / jnp.sqrt(jnp.asarray(2.0, x.dtype))))
 
-
-ACTIVATIONS: dict[str, Function] = {"silu": jax.nn.silu, "gelu": gelu, "relu": jax.nn.relu}
 
 # Bernoulli's series of the integral of log(1 + e^−a) in w = log(1 + e^−a), to w⁹.
 _SERIES = ((2, 1 / 4), (3, 1 / 36), (5, -1 / 3600), (7, 1 / 211680), (9, -1 / 10886400))
@@ -54,38 +67,37 @@ def _with_derivative(phi: Function, sigma: Function) -> Function:
     return function
 
 
-_ANTIDERIVATIVES = {
-    "silu": _with_derivative(_silu_antiderivative, jax.nn.silu),
-    "gelu": _with_derivative(_gelu_antiderivative, gelu),
-    "relu": _with_derivative(_relu_antiderivative, jax.nn.relu),
+def _entry(name: str, sigma: Function, phi: Function, slope: float, **known) -> Activation:
+    return Activation(name, sigma, _with_derivative(phi, sigma), slope, **known)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    entry.name: entry
+    for entry in (
+        _entry("silu", jax.nn.silu, _silu_antiderivative, 1.09984, phi_error=4e-11),
+        _entry("gelu", gelu, _gelu_antiderivative, 1.12891),
+        _entry("relu", jax.nn.relu, _relu_antiderivative, 1.0, smooth=False),
+    )
 }
 
 
-def activation(name: str) -> Function:
-    """σ by name: silu, gelu or relu. Raises ValueError on another."""
-    return _lookup(ACTIVATIONS, name)
+def activation(name: str) -> Activation:
+    """Return the activation of that name. Raises ValueError on an unknown name."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {name!r}")
+    return ACTIVATIONS[name]
 
 
-def antiderivative(name: str) -> Function:
-    """φ by name, with φ' = σ and φ(−∞) = 0, computed in float32 or better, in the dtype of `x`.
+def antiderivative(name: str) -> Callable[[Shaped[Array, "*N"]], Float[Array, "*N"]]:
+    """Return φ of that name, computed in float32 or better, in the dtype of its argument.
 
     Raises ValueError on an unknown name.
     """
-    phi = _lookup(_ANTIDERIVATIVES, name)
+    phi = activation(name).phi
 
     def function(x):
-        x = _floating(x)
-        return phi(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
+        x = jnp.asarray(x)
+        dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
+        return phi(x.astype(jnp.promote_types(dtype, jnp.float32))).astype(dtype)
 
     return function
-
-
-def _floating(x) -> jax.Array:
-    x = jnp.asarray(x)
-    return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.result_type(float))
-
-
-def _lookup(table: dict[str, Function], name: str) -> Function:
-    if name not in table:
-        raise ValueError(f"activation must be one of {', '.join(table)}; got {name!r}")
-    return table[name]

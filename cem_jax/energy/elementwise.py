@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from cem_jax.energy.activation import activation as sigma_by_name
+from cem_jax.energy.activation import activation as activation_by_name
 from cem_jax.energy.activation import antiderivative
 from cem_jax.energy.arrays import same_dtype
 from cem_jax.sharding.linear import project, readout
@@ -75,4 +75,5 @@ def hidden_force(
     if update == "autodiff":
         return -jax.grad(lambda z: hidden_energy(z, gamma, activation=activation).sum())(z)
     dtype = jnp.promote_types(z.dtype, jnp.float32)
-    return (gamma.astype(dtype) * sigma_by_name(activation)(z.astype(dtype))).astype(z.dtype)
+    sigma = activation_by_name(activation).sigma
+    return (gamma.astype(dtype) * sigma(z.astype(dtype))).astype(z.dtype)

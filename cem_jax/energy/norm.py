@@ -3,15 +3,26 @@
 Shapes: B leading axes · D model dim.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+class StepNorm(NamedTuple):
+    """The norm inside the recursion."""
+
+    weight: Float[Array, " D"] | None  # None: no learned weight
+    eps: float
+    gradient: str = "at_u"  # at_u | scaled | full: where the force is taken
+
+
 def rms_norm(
     x: Float[Array, "*B D"], weight: Float[Array, " D"] | None, eps: float
 ) -> Float[Array, "*B D"]:
-    """x / √(mean(x²) + eps) ∘ weight (no weight: 1), in float32 or better, in the dtype of `x`."""
+    """Return x / √(mean(x²) + eps) ∘ weight, computed in float32 or better, in the dtype of `x`."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     wide = x.astype(dtype)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
@@ -21,24 +32,33 @@ def rms_norm(
     return normed.astype(x.dtype)
 
 
-def force_at_state(
-    force: Float[Array, "*B D"],
-    x: Float[Array, "*B D"],
-    weight: Float[Array, " D"] | None,
-    eps: float,
-    norm_gradient: str,
-) -> Float[Array, "*B D"]:
-    """The force on x of an energy whose force at u = RMSNorm(x) is `force`.
+def at_state(
+    force: Callable[[Float[Array, "*B D"]], Float[Array, "*B D"]], norm: StepNorm | None
+) -> Callable[[Float[Array, "*B D"]], Float[Array, "*B D"]]:
+    """Return the force as a function of the state x, from the force at u = RMSNorm(x).
 
-    at_u: the same (the paper's). scaled: weight ∘ force, restoring descent for learned weights.
-    full: (∂u/∂x)ᵀ force, the exact chain rule.
+    `norm` None: u = x.
     """
-    if norm_gradient == "at_u":
+    if norm is None:
         return force
-    if norm_gradient == "scaled":
-        if weight is None:
+    return lambda x: force_at_state(force(rms_norm(x, norm.weight, norm.eps)), x, norm)
+
+
+def force_at_state(
+    force: Float[Array, "*B D"], x: Float[Array, "*B D"], norm: StepNorm
+) -> Float[Array, "*B D"]:
+    """Return the force on x of an energy whose force at u = RMSNorm(x) is `force`.
+
+    `norm.gradient` is at_u: the same force (the paper's); scaled: weight ∘ force, which restores
+    descent for learned weights; or full: (∂u/∂x)ᵀ force, the exact chain rule. Raises ValueError
+    on another name.
+    """
+    if norm.gradient == "at_u":
+        return force
+    if norm.gradient == "scaled":
+        if norm.weight is None:
             return force
-        return force * jnp.expand_dims(weight.astype(force.dtype), range(force.ndim - 1))
-    if norm_gradient == "full":
-        return jax.vjp(lambda x: rms_norm(x, weight, eps), x)[1](force)[0]
-    raise ValueError(f"norm_gradient must be at_u, scaled or full; got {norm_gradient!r}")
+        return force * jnp.expand_dims(norm.weight.astype(force.dtype), range(force.ndim - 1))
+    if norm.gradient == "full":
+        return jax.vjp(lambda x: rms_norm(x, norm.weight, norm.eps), x)[1](force)[0]
+    raise ValueError(f"norm_gradient must be at_u, scaled or full; got {norm.gradient!r}")

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from cem_jax.config import ModelConfig
-from cem_jax.energy import Preconditioner, Rotary, alibi_slopes, precondition
+from cem_jax.energy import Preconditioner, precondition
 from cem_jax.energy.interaction import (
     Context,
     attention_statistics,
@@ -22,7 +22,8 @@ from cem_jax.energy.interaction import (
     force_on_state,
     heads_apart,
 )
-from cem_jax.model.parameters import constant, matrix, preconditioner
+from cem_jax.model.heads import Heads, extended
+from cem_jax.model.parameters import constant, preconditioner
 from cem_jax.model.sublayer import CEMSublayer, positions_of
 from cem_jax.sharding.layout import lay_out
 
@@ -42,25 +43,14 @@ class Cache(NamedTuple):
     h: Float[Array, "B C D"] | None
 
 
-class CEMAttention(CEMSublayer):
+class CEMAttention(Heads, CEMSublayer):
     """x + Σ_t η Σ_k P_k(W^Q_kᵀ o_k): attention as gradient steps on ε (Eq. 14, 16)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         c = config.attention
-        super().__init__(
-            config,
-            steps=c.steps,
-            eta=c.step_size,
-            learn_eta=c.learn_step_size,
-            remat=c.remat_steps,
-        )
-        self.settings = c
-        self.tau = config.tau
-        shape, axes = (c.heads, config.head_dim, config.dim), ("heads", "head_dim", "embed")
-        self.query = matrix(rngs, shape, axes, config.init_std)
-        self.key = matrix(rngs, shape, axes, config.init_std)
+        super().__init__(config, c)
+        self._add_heads(config, "query", "key", rngs=rngs)
         self.diagonal = _diagonal(config)
-        self.self_bias = constant(0.0, (c.heads,), ("heads",)) if c.self_bias else None
         heads = c.heads if c.preconditioner_heads == "per_head" else None
         self.preconditioner = preconditioner(c, config.dim, heads, rngs)
 
@@ -70,7 +60,7 @@ class CEMAttention(CEMSublayer):
             h,
             self.key[...],
             diagonal=self.diagonal is not None,
-            rotary=self._rotary(positions_of(h, None)),
+            rotary=self._rotary(positions_of(h)),
             segments=segments,
             **self._biases(),
         )
@@ -113,31 +103,23 @@ class CEMAttention(CEMSublayer):
         )
         return {"entropy": entropy, "self_mass": self_mass}
 
-    def cache(self, batch: int, length: int, dtype) -> Cache:
-        """An empty cache for `length` positions."""
+    def cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:
+        """Return an empty cache for `length` positions."""
         heads, width, dim = self.query[...].shape
         h = None if self.diagonal is None else jnp.zeros((batch, length, dim), dtype)
         return Cache(jnp.zeros((batch, length, heads, width), dtype), h)
 
     def decode(
-        self,
-        x: Float[Array, "B N D"],
-        cache: Cache,
-        start: Int[Array, ""],
-        steps: int | None = None,
+        self, x: Float[Array, "B N D"], cache: Cache, start: Int[Array, ""]
     ) -> tuple[Float[Array, "B N D"], Cache]:
-        """`__call__` for N new positions from `start` on, the earlier ones read from the cache."""
+        """Return `__call__` for N new positions from `start` on, and the cache with them in it."""
         h = self.context(x)
         rotary = self._rotary(positions_of(h, start))
         new = context_of(h, self.key[...], diagonal=cache.h is not None, rotary=rotary)
-        k = lax.dynamic_update_slice_in_dim(cache.k, new.k, start, axis=1)
-        kept_h = None
-        if cache.h is not None:
-            kept_h = lax.dynamic_update_slice_in_dim(cache.h, h, start, axis=1)
-        context = Context(k, kept_h, rotary=rotary, start=start, **self._biases())
-        state = x if self.residual == "prenorm" else h
-        x = self._descend(state, self._frame(context), steps=steps or self.steps)
-        return x, Cache(k, kept_h)
+        kept_h = None if cache.h is None else extended(cache.h, h, start)
+        cache = Cache(extended(cache.k, new.k, start), kept_h)
+        context = Context(*cache, rotary=rotary, start=start, **self._biases())
+        return self._descend(x, h, self._frame(context)), cache
 
     def _frame(self, context: Context) -> Frame:
         p = None if self.preconditioner is None else self.preconditioner.factors()
@@ -149,23 +131,8 @@ class CEMAttention(CEMSublayer):
         g = None if diagonal is None else diagonal_coordinates(u, diagonal)
         return heads_apart(u, self.query[...]), g
 
-    def _kernel(self) -> dict:
-        c = self.settings
-        return dict(implementation=c.implementation, block_sizes=c.block_sizes)
-
     def _d(self):
         return None if self.diagonal is None else self.diagonal[...]
-
-    def _biases(self) -> dict:
-        c = self.settings
-        slopes = alibi_slopes(c.heads, c.alibi_slopes) if c.position == "alibi" else None
-        return dict(
-            slopes=slopes, self_bias=None if self.self_bias is None else self.self_bias[...]
-        )
-
-    def _rotary(self, positions) -> Rotary | None:
-        c = self.settings
-        return Rotary(positions, c.rope_base) if c.position == "rope" else None
 
 
 def _diagonal(config: ModelConfig) -> nnx.Param | None:

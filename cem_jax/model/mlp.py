@@ -28,14 +28,7 @@ class CEMMLP(CEMSublayer):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         c = config.mlp
-        super().__init__(
-            config,
-            steps=c.steps,
-            eta=c.step_size,
-            learn_eta=c.learn_step_size,
-            remat=c.remat_steps,
-        )
-        self.settings = c
+        super().__init__(config, c)
         shape, axes = (c.dim, config.dim), ("mlp", "embed")
         self.multiplier = matrix(rngs, shape, axes, config.init_std)
         self.tied = matrix(rngs, shape, axes, config.init_std)

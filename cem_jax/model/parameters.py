@@ -5,6 +5,8 @@ whether weight decay applies: to matrices and embeddings, not to scales, biases 
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,16 @@ from cem_jax.energy import Preconditioner
 
 LOW_RANK_STD = 0.02  # of the preconditioner's left factor (App. D.4)
 INVERSE_SOFTPLUS_OF_1 = math.log(math.e - 1)
+
+
+def with_values(make: Callable[[], nnx.Module], values: dict[str, Any]) -> Any:
+    """Return the module that `make()` describes, with `values` for its parameters.
+
+    Nothing is drawn or computed: `make` is traced for the structure alone.
+    """
+    graph, state = nnx.split(nnx.eval_shape(make))
+    nnx.replace_by_pure_dict(state, values)
+    return nnx.merge(graph, state)
 
 
 def matrix(rngs: nnx.Rngs, shape, axes, std: float) -> nnx.Param:

@@ -1,4 +1,4 @@
-"""The model as pure functions of a plain parameter tree: NNX is split here, once.
+"""The model as pure functions of a plain parameter tree.
 
 A parameter tree is a nested dict of arrays, the form in which parameters are initialised, trained
 and checkpointed.
@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from cem_jax.config import ModelConfig
+from cem_jax.model.parameters import with_values
 from cem_jax.model.transformer import Transformer
 
 Parameters = dict[str, Any]
@@ -26,20 +27,19 @@ class ParameterInfo(NamedTuple):
 
 def initialise(config: ModelConfig, key: jax.Array) -> Parameters:
     """Fresh parameters, float32; the same on every mesh when called under jit."""
-    return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(params=key)), nnx.Param))
+    return nnx.to_pure_dict(nnx.state(_fresh(config, key), nnx.Param))
 
 
 def bind(config: ModelConfig, parameters: Parameters) -> Transformer:
     """The model with these parameters, to be called within a traced function."""
-    graph, state = nnx.split(_abstract(config))
-    nnx.replace_by_pure_dict(state, parameters)
-    return nnx.merge(graph, state)
+    return with_values(lambda: _fresh(config), parameters)
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:
     """A tree like the parameters', of ParameterInfo."""
     described = {}
-    for path, param in nnx.to_flat_state(nnx.state(_abstract(config), nnx.Param)):
+    abstract = nnx.eval_shape(lambda: _fresh(config))
+    for path, param in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
         axes = param.get_metadata("axes")
         stacked = len(param.shape) - len(axes)
         info = ParameterInfo(
@@ -71,5 +71,5 @@ def abstract_parameters(config: ModelConfig) -> Any:
     return jax.tree.map(to_struct, describe(config), is_leaf=is_info)
 
 
-def _abstract(config: ModelConfig) -> Transformer:
-    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(params=0)))
+def _fresh(config: ModelConfig, key: jax.Array | int = 0) -> Transformer:
+    return Transformer(config, rngs=nnx.Rngs(params=key))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from cem_jax.config import ModelConfig
@@ -19,7 +20,7 @@ from cem_jax.kernels import OUTPUT
 from cem_jax.model.attention import CEMAttention
 from cem_jax.model.llama import GatedMLP, LlamaAttention
 from cem_jax.model.mlp import CEMMLP
-from cem_jax.model.parameters import matrix, norm_weight
+from cem_jax.model.parameters import matrix, norm_weight, with_values
 from cem_jax.sharding.layout import lay_out, whole_rows
 from cem_jax.sharding.linear import project
 
@@ -34,8 +35,10 @@ class Block(nnx.Module):
         self.attention = ATTENTION[config.attention.kind](config, rngs=rngs)
         self.mlp = MLP[config.mlp.kind](config, rngs=rngs)
 
-    def __call__(self, x, segments=None, *, attention_steps=None, mlp_steps=None):
-        return self.mlp(self.attention(x, attention_steps, segments=segments), mlp_steps)
+    def __call__(
+        self, x: Float[Array, "B J D"], segments: Int[Array, "B J"] | None = None
+    ) -> Float[Array, "B J D"]:
+        return self.mlp(self.attention(x, segments=segments))
 
 
 class Transformer(nnx.Module):
@@ -54,29 +57,23 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B J"],
         segments: Int[Array, "B J"] | None = None,
         *,
-        dtype=None,
-        attention_steps: int | None = None,
-        mlp_steps: int | None = None,
+        dtype: DTypeLike | None = None,
     ) -> Float[Array, "B J V"]:
-        """Logits, in `dtype`; position i sees tokens 0..i of its own segment.
-
-        `attention_steps`, `mlp_steps`: T in place of the configured ones; the parameters stay.
-        """
-        x = self.hidden(
-            tokens, segments, dtype=dtype, attention_steps=attention_steps, mlp_steps=mlp_steps
-        )
-        return self.logits(x)
+        """Return logits, in `dtype`; position i sees tokens 0..i of its own segment."""
+        return self.logits(self.hidden(tokens, segments, dtype=dtype))
 
     def hidden(
-        self, tokens, segments=None, *, dtype=None, attention_steps=None, mlp_steps=None
+        self,
+        tokens: Int[Array, "B J"],
+        segments: Int[Array, "B J"] | None = None,
+        *,
+        dtype: DTypeLike | None = None,
     ) -> Float[Array, "B J D"]:
-        """The states that the output head reads, after the final norm."""
-        steps = dict(attention_steps=attention_steps, mlp_steps=mlp_steps)
-        graph, layers = nnx.split(self.blocks)
+        """Return the states that the output head reads, after the final norm."""
+        block_of, layers = self._layers()
 
         def apply(x, layer):
-            x = nnx.merge(graph, layer)(x, segments, **steps)
-            return lay_out(x, "batch", "sequence"), None
+            return lay_out(block_of(layer)(x, segments), "batch", "sequence"), None
 
         x = lay_out(self.embed(tokens, dtype), "batch", "sequence")
         x = _over_layers(_rematerialised(apply, self.config), x, layers, self.config)[0]
@@ -86,19 +83,21 @@ class Transformer(nnx.Module):
         self,
         look: Callable[[Block, Float[Array, "B J D"]], tuple[Float[Array, "B J D"], Any]],
         tokens: Int[Array, "B J"],
-        dtype=None,
+        dtype: DTypeLike | None = None,
     ) -> Any:
-        """What `look(block, x)` sees in each block, stacked over the layers.
+        """Return what `look(block, x)` sees in each block, stacked over the layers.
 
         It gets the state that enters the block, and returns the state that leaves it and a tree of
         arrays.
         """
-        graph, layers = nnx.split(self.blocks)
+        block_of, layers = self._layers()
         x = lay_out(self.embed(tokens, dtype), "batch", "sequence")
-        return jax.lax.scan(lambda x, layer: look(nnx.merge(graph, layer), x), x, layers)[1]
+        return jax.lax.scan(lambda x, layer: look(block_of(layer), x), x, layers)[1]
 
-    def embed(self, tokens: Int[Array, "B J"], dtype=None) -> Float[Array, "B J D"]:
-        """Embeddings of token ids; out-of-range ids are the caller's fault and give NaN."""
+    def embed(
+        self, tokens: Int[Array, "B J"], dtype: DTypeLike | None = None
+    ) -> Float[Array, "B J D"]:
+        """Return embeddings of token ids; out-of-range ids are the caller's fault and give NaN."""
         # Its gradient too has whole rows before it is split: XLA would copy x to all devices.
         table = lay_out(whole_rows(jnp.asarray(self.embedding[...])), "vocab", None)
         rows = table.at[tokens]
@@ -106,20 +105,19 @@ class Transformer(nnx.Module):
         return x if dtype is None else x.astype(dtype)
 
     def head_weight(self) -> Float[Array, "V D"]:
-        """The output head's rows."""
+        """Return the output head's rows."""
         return self.embedding[...] if self.head is None else self.head[...]
 
     def logits(self, x: Float[Array, "B J D"]) -> Float[Array, "B J V"]:
+        """Return logits of the states that `hidden` gives."""
         return project(x, self.head_weight())
 
-    def cache(self, batch: int, length: int, dtype, attention_steps: int | None = None) -> Any:
-        """Empty decode caches, stacked over the layers."""
-        graph, layers = nnx.split(self.blocks)
-        reuse = {"steps": attention_steps} if self.config.attention.kind == "llama" else {}
-        one = jax.tree.map(lambda leaf: leaf[0], layers)
-        empty = nnx.merge(graph, one).attention.cache(batch, length, dtype, **reuse)
+    def cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
+        """Return empty decode caches, stacked over the layers."""
+        block_of, layers = self._layers()
+        first = block_of(jax.tree.map(lambda leaf: leaf[0], layers))
         stack = lambda leaf: jnp.broadcast_to(leaf[None], (self.config.layers, *leaf.shape))
-        return jax.tree.map(stack, empty)
+        return jax.tree.map(stack, first.attention.cache(batch, length, dtype))
 
     def decode(
         self,
@@ -127,21 +125,24 @@ class Transformer(nnx.Module):
         cache: Any,
         start: Int[Array, ""],
         *,
-        dtype=None,
-        attention_steps: int | None = None,
-        mlp_steps: int | None = None,
+        dtype: DTypeLike | None = None,
     ) -> tuple[Float[Array, "B N V"], Any]:
-        """Logits of N new tokens at positions `start` …, and the cache with them in it."""
-        graph, layers = nnx.split(self.blocks)
+        """Return logits of N new tokens at positions `start` …, and the cache with them in it."""
+        block_of, layers = self._layers()
 
         def apply(x, layer_and_cache):
             layer, layer_cache = layer_and_cache
-            block = nnx.merge(graph, layer)
-            x, layer_cache = block.attention.decode(x, layer_cache, start, attention_steps)
-            return block.mlp(x, mlp_steps), layer_cache
+            block = block_of(layer)
+            x, layer_cache = block.attention.decode(x, layer_cache, start)
+            return block.mlp(x), layer_cache
 
         x, cache = jax.lax.scan(apply, self.embed(tokens, dtype), (layers, cache))
         return self.logits(rms_norm(x, self.norm[...], self.config.norm_eps)), cache
+
+    def _layers(self) -> tuple[Callable[[Any], Block], Any]:
+        """The blocks as stacked arrays [L, …], and what makes a block of one layer's."""
+        graph, layers = nnx.split(self.blocks)
+        return lambda layer: nnx.merge(graph, layer), layers
 
 
 def _stacked_blocks(config: ModelConfig, key: Array) -> Block:
@@ -151,10 +152,7 @@ def _stacked_blocks(config: ModelConfig, key: Array) -> Block:
         return nnx.to_pure_dict(nnx.state(Block(config, rngs=nnx.Rngs(params=key))))
 
     stacked = jax.vmap(one)(jax.random.split(key, config.layers))
-    template = nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(template)
-    nnx.replace_by_pure_dict(state, stacked)
-    return nnx.merge(graph, state)
+    return with_values(lambda: Block(config, rngs=nnx.Rngs(params=0)), stacked)
 
 
 def _rematerialised(apply, config: ModelConfig):

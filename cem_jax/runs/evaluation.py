@@ -4,11 +4,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 
-from cem_jax.config import Config
+from cem_jax.config import Config, with_steps
 from cem_jax.data.dataset.mixture import Mixture
 from cem_jax.errors import UserError
 from cem_jax.runs.run import Run
@@ -52,14 +53,8 @@ def evaluate(
         dataset.require_tokenizer(tokenizer.hash, f"the run in {run.workdir}")
     split = split or config.eval.split
     batch = batch or default_batch(config, mixture, split)
-    evaluator = Evaluator(
-        config,
-        mixture,
-        split,
-        batch=batch,
-        attention_steps=attention_steps,
-        mlp_steps=mlp_steps,
-    )
+    config = replace(config, model=with_steps(config.model, attention_steps, mlp_steps))
+    evaluator = Evaluator(config, mixture, split, batch=batch)
     parameters, step = run.parameters(step)
     began = time.monotonic()
     result = evaluator(parameters, _reporter(evaluator.batches(), batch * config.data.context))

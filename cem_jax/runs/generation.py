@@ -73,31 +73,22 @@ def prompt_ids(config: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
 class Generator:
     """Continues prompts with given parameters; compiled once for each size of prompt and cache."""
 
-    def __init__(
-        self,
-        config: Config,
-        parameters: pure.Parameters,
-        tokenizer: Tokenizer,
-        *,
-        attention_steps: int | None = None,
-        mlp_steps: int | None = None,
-    ):
+    def __init__(self, config: Config, parameters: pure.Parameters, tokenizer: Tokenizer):
         self._config = config
         self._tokenizer = tokenizer
         self._parameters = parameters
         before, after = tokenizer.separator_ids(config.data.separator)
         self._separators = {*before, *after}
         dtype = jnp.dtype(config.train.compute_dtype)
-        steps = dict(attention_steps=attention_steps, mlp_steps=mlp_steps)
 
         def decode(parameters, tokens_N, cache, start):
             model = pure.bind(config.model, parameters)
-            logits, cache = model.decode(tokens_N[None], cache, start, dtype=dtype, **steps)
+            logits, cache = model.decode(tokens_N[None], cache, start, dtype=dtype)
             return logits[0, -1], cache
 
         def prefill(parameters, tokens_N, length):
             model = pure.bind(config.model, parameters)
-            cache = model.cache(1, length, dtype, attention_steps)
+            cache = model.cache(1, length, dtype)
             # What stands behind the prompt is padding: no query of the prompt sees it, and each
             # position is overwritten before a later one does.
             return decode(parameters, tokens_N, cache, 0)[1]

@@ -34,7 +34,6 @@ class Evaluator:
       limit: at most so many times train.global_batch windows of each source, the same on every
         machine; None: the whole split.
       mesh: devices to spread the batch over; None: one.
-      attention_steps, mlp_steps: T in place of the configured ones.
 
     Raises:
       UserError: a dataset has no such split, or a split smaller than a window.
@@ -49,8 +48,6 @@ class Evaluator:
         batch: int | None = None,
         limit: int | None = None,
         mesh: Mesh | None = None,
-        attention_steps: int | None = None,
-        mlp_steps: int | None = None,
     ):
         self.split = split
         mixture = dataset if isinstance(dataset, Mixture) else single(dataset)
@@ -72,8 +69,6 @@ class Evaluator:
                 weights=batch["weights"],
                 segments=batch.get("segments"),
                 dtype=dtype,
-                attention_steps=attention_steps,
-                mlp_steps=mlp_steps,
                 shards=ways,
             )
             return losses.nats, losses.weight

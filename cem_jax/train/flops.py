@@ -32,33 +32,25 @@ class Flops(NamedTuple):
         return sum(self)
 
 
-def forward_flops(
-    model: ModelConfig,
-    context: int,
-    *,
-    attention_steps: int | None = None,
-    mlp_steps: int | None = None,
-) -> Flops:
-    """FLOPs a token of a forward pass over windows of `context` tokens, on average.
+def forward_flops(model: ModelConfig, context: int) -> Flops:
+    """Return the FLOPs per token of a forward pass over windows of `context` tokens, on average.
 
-    `attention_steps`, `mlp_steps`: T in place of the configured ones. Preconditioners are folded
-    once a forward pass, not once a token: see `folding_flops`.
+    Preconditioners are folded once per forward pass, not once per token: see `folding_flops`.
     """
     a, m, layers = model.attention, model.mlp, model.layers
     pairs = (context + 1) / 2
-    attention_t, mlp_t = attention_steps or a.steps, mlp_steps or m.steps
     multiply_adds = Flops(
-        attention=layers * _attention_products(a, model.dim, attention_t),
-        scores=layers * attention_t * pairs * _pair(a, model.dim),
-        mlp=layers * _mlp_products(m, model.dim, mlp_t),
+        attention=layers * _attention_products(a, model.dim),
+        scores=layers * a.steps * pairs * _pair(a, model.dim),
+        mlp=layers * _mlp_products(m, model.dim),
         head=model.vocab_size * model.dim,
     )
     return Flops(*(2.0 * n for n in multiply_adds))
 
 
-def flops_per_token(model: ModelConfig, context: int, **steps: int | None) -> float:
-    """FLOPs a token of a forward pass; arguments as in `forward_flops`."""
-    return forward_flops(model, context, **steps).total
+def flops_per_token(model: ModelConfig, context: int) -> float:
+    """Return the FLOPs per token of a forward pass; arguments as in `forward_flops`."""
+    return forward_flops(model, context).total
 
 
 def training_flops_per_token(model: ModelConfig, context: int) -> float:
@@ -81,16 +73,16 @@ def folding_flops(model: ModelConfig) -> float:
     return 2.0 * model.layers * multiply_adds
 
 
-def _attention_products(a: AttentionConfig, dim: int, steps: int) -> int:
+def _attention_products(a: AttentionConfig, dim: int) -> int:
     """Multiply-adds a token and layer, scores apart."""
     if a.kind == "llama":
-        return steps * 4 * dim * dim
+        return a.steps * 4 * dim * dim
     step = 2 * dim * dim
     if a.diagonal_in_update:
         # the diagonal's own gradient is a vector, not a weight: P is applied to it, not folded
         vectors = a.heads if a.preconditioner_heads == "per_head" else 1
         step += vectors * _low_rank_row(a, dim)
-    return dim * dim + steps * step
+    return dim * dim + a.steps * step
 
 
 def _pair(a: AttentionConfig, dim: int) -> int:
@@ -104,9 +96,9 @@ def _pair(a: AttentionConfig, dim: int) -> int:
     return (2 + diagonals * (2 if a.diagonal_in_update else 1)) * dim
 
 
-def _mlp_products(m: MLPConfig, dim: int, steps: int) -> int:
+def _mlp_products(m: MLPConfig, dim: int) -> int:
     """Multiply-adds a token and layer."""
-    return (3 * steps if m.kind == "gated" else 1 + 2 * steps) * dim * m.dim
+    return (3 * m.steps if m.kind == "gated" else 1 + 2 * m.steps) * dim * m.dim
 
 
 def _low_rank_row(c: AttentionConfig | MLPConfig, dim: int) -> int:

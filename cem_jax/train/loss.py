@@ -21,11 +21,22 @@ from cem_jax.model import Transformer
 from cem_jax.sharding.layout import split_in_use
 from cem_jax.sharding.linear import readout, weight_gradient
 
-# Elements of a chunk's logits on one device. Each chunk reads the head and adds to its gradient,
-# so an accelerator gets few large ones, 256 MiB in float32; on CPU 4 MiB stay in its caches, which
-# takes up to a third off the time of one chunk of everything.
-_CHUNK_LOGITS, _CHUNK_LOGITS_CPU = 1 << 26, 1 << 20
-_CHUNK_ROWS = 256  # but at least so many positions at once, to keep the products efficient
+
+class ChunkSize(NamedTuple):
+    """How large a chunk is on one device."""
+
+    logits: int  # elements, at most
+    rows: int = 256  # positions, at least: this keeps the products efficient
+
+
+def chunk_size() -> ChunkSize:
+    """Return the size that suits the platform.
+
+    Each chunk reads the head and adds to its gradient, so an accelerator gets few large ones,
+    256 MiB in float32; on CPU 4 MiB stay in its caches, which takes up to a third off the time of
+    one chunk of everything.
+    """
+    return ChunkSize(1 << 20 if target_platform() == "cpu" else 1 << 26)
 
 
 class Losses(NamedTuple):
@@ -49,23 +60,21 @@ def sum_of_losses(
     segments: Int[Array, "B T"] | None = None,
     dtype=None,
     z_loss: float = 0.0,
-    attention_steps: int | None = None,
-    mlp_steps: int | None = None,
     shards: int = 1,
+    chunks: ChunkSize | None = None,
 ) -> Losses:
     """Losses of tokens[:, 1:] given tokens[:, :-1].
 
     `weights` of the targets, 1 by default, are not differentiated. `segments` keep attention within
     a document; a target in the next document counts all the same. `dtype`: of the computation,
     float32 by default; softmax and sums are float32 or better. `shards`: devices that the batch
-    axis is spread over, for the size of a chunk. Token ids must be checked before.
+    axis is spread over. `chunks`: the size of a chunk, by default the platform's. Token ids must be
+    checked before.
     """
     x_BJD = model.hidden(
         tokens[:, :-1],
         None if segments is None else segments[:, :-1],
         dtype=dtype,
-        attention_steps=attention_steps,
-        mlp_steps=mlp_steps,
     )
     sum_dtype = jnp.promote_types(x_BJD.dtype, jnp.float32)
     targets_BJ = tokens[:, 1:]
@@ -74,18 +83,21 @@ def sum_of_losses(
     weights_BJ = lax.stop_gradient(weights.astype(sum_dtype))
     head_VD = model.head_weight()
     places = split_in_use().ways("sequence")
-    chunk = _chunk_length(*targets_BJ.shape, len(head_VD), shards * places, places)
+    size = chunk_size() if chunks is None else chunks
+    chunk = chunk_length(*targets_BJ.shape, len(head_VD), size, shards * places, places)
     total, z = _chunked_losses((z_loss, chunk, places), x_BJD, head_VD, targets_BJ, weights_BJ)
     return Losses(total, lax.stop_gradient(z), weights_BJ.sum())
 
 
-def _chunk_length(batch: int, positions: int, vocabulary: int, shards: int, places: int = 1) -> int:
-    """Positions of a chunk, the same for every chunk but for the last one's padding.
+def chunk_length(
+    batch: int, positions: int, vocabulary: int, size: ChunkSize, shards: int = 1, places: int = 1
+) -> int:
+    """Return the positions of a chunk, the same for every chunk but for the last one's padding.
 
-    `places`: devices that positions are split over; each has an equal part of every chunk.
+    `shards`: devices that the chunk is spread over. `places`: devices among them that positions
+    are split over; each has an equal part of every chunk.
     """
-    limit = _CHUNK_LOGITS_CPU if target_platform() == "cpu" else _CHUNK_LOGITS
-    rows = max(_CHUNK_ROWS, limit // vocabulary) * shards
+    rows = max(size.rows, size.logits // vocabulary) * shards
     chunks = -(-positions // max(1, rows // batch))
     return -(-positions // (chunks * places)) * places
 

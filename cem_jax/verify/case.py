@@ -11,7 +11,9 @@ import numpy as np
 from flax import nnx
 
 from cem_jax.config import Config, ModelConfig
+from cem_jax.energy.activation import ACTIVATIONS
 from cem_jax.model import Block
+from cem_jax.model.parameters import with_values
 from cem_jax.model.pure import describe, is_info
 
 _POSITIONS = 16
@@ -138,7 +140,7 @@ def random_case(config: Config) -> Case:
     mlp = replace(
         config.model.mlp,
         kind="cem",
-        activation=pick("silu", "gelu", "relu"),
+        activation=pick(*ACTIVATIONS),
         preconditioner=pick("none", "diagonal", "diagonal_low_rank"),
         preconditioner_form=pick("symmetric", "psd"),
         steps=int(rng.integers(1, 4)),
@@ -221,10 +223,7 @@ def random_parameters(model: ModelConfig, rng: np.random.Generator) -> Any:
 
 def sublayer(model: ModelConfig, name: str, parameters: Any) -> nnx.Module:
     """The sublayer `attention` or `mlp` with these parameters; call it in a traced function."""
-    template = getattr(nnx.eval_shape(lambda: Block(model, rngs=nnx.Rngs(params=0))), name)
-    graph, state = nnx.split(template)
-    nnx.replace_by_pure_dict(state, parameters)
-    return nnx.merge(graph, state)
+    return with_values(lambda: getattr(Block(model, rngs=nnx.Rngs(params=0)), name), parameters)
 
 
 def _attention_words(c: ModelConfig) -> str:

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from cem_jax.config import ModelConfig
+from cem_jax.energy.activation import activation
 from cem_jax.verify import plain
 from cem_jax.verify.case import Case, make_case, sublayer
 from cem_jax.verify.rows import Row, eps, jit, parameters_in, precision, to_numpy
 
 _SEQUENCES = 4
 _STEPS = 6
-_SIGMA_SLOPE = {"silu": 1.09984, "gelu": 1.12891, "relu": 1.0}  # max |σ'|, rounded up
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _mlp_bound(c: ModelConfig, p, x_BJD) -> float:
     tied = float(jnp.linalg.norm(p["tied"], 2))
     factors = p.get("preconditioner")
     p_norm = 1.0 if factors is None else float(np.linalg.norm(_matrix(factors, c), 2))
-    return 2.0 / (_SIGMA_SLOPE[c.mlp.activation] * gamma * tied**2 * p_norm)
+    return 2.0 / (activation(c.mlp.activation).slope * gamma * tied**2 * p_norm)
 
 
 def _smallest_eigenvalue(p, c: ModelConfig) -> float:

@@ -18,6 +18,7 @@ from cem_jax.energy import (
     interaction_force,
     preconditioner_matrix,
 )
+from cem_jax.energy.activation import activation
 from cem_jax.energy.interaction import diagonal_coordinates, energy_of_query, heads_apart
 from cem_jax.kernels import FUSED_PLATFORMS, target_platform
 from cem_jax.verify import plain
@@ -224,11 +225,10 @@ def _mlp_results(c: ModelConfig, p, u, h) -> dict[str, jax.Array]:
 
 
 def _phi_slack(case: Case, p, context, energy: np.ndarray) -> float:
-    """What the series of SiLU's φ, off by 4e-11, may add to the energy, relative to the largest."""
-    if case.model.mlp.activation != "silu":
-        return 0.0
+    """What the error of φ's own formula may add to the energy, relative to the largest."""
     gamma_JM = np.abs(context[0] @ p["multiplier"].T)
-    return float(4e-11 * gamma_JM.sum(-1).max() / np.abs(energy).max())
+    error = activation(case.model.mlp.activation).phi_error
+    return float(error * gamma_JM.sum(-1).max() / np.abs(energy).max())
 
 
 def _in_state_dtype(arguments: dict[str, Any], dtype) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def _mlp_differences(case: Case, p, x, context) -> Row:
     gamma = h @ p["multiplier"].T
     force = jit(lambda *args: elementwise_force(*args, activation=c.mlp.activation))
     check = "MLP −∂ξ/∂u, central differences"
-    kink = c.mlp.activation == "relu"
+    kink = not activation(c.mlp.activation).smooth
     wanted = force(u, gamma, p["tied"])
     return difference_row(check, case.mlp_shape, energy, u, (p, h), wanted, case, kink=kink)
 

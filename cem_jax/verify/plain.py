@@ -1,7 +1,7 @@
 """The model once more, straight from Algorithm 1 and the equations: the oracle of `cem verify`.
 
 Every score and every preconditioner is written out, steps and layers are Python loops, derivatives
-are JAX's own, and nothing of `kernels`, `energy` or `model` is used. One sequence at a time.
+are JAX's own, and no formula of `kernels`, `energy` or `model` is used. One sequence at a time.
 
 Shapes: J positions (i query, j key) · D model dim · K heads · R head dim · M MLP dim · S rank ·
 V vocabulary.
@@ -16,10 +16,13 @@ import numpy as np
 from jax.scipy.stats import norm as normal
 
 from cem_jax.config import ModelConfig
+from cem_jax.energy.activation import ACTIVATIONS
 
 Parameters = dict[str, Any]
 
-SIGMA = {
+# The activations once more; one that is not written here is the library's own σ, which is then
+# compared with its φ alone.
+SIGMA = {name: entry.sigma for name, entry in ACTIVATIONS.items()} | {
     "silu": lambda x: x / (1.0 + jnp.exp(-x)),
     "gelu": lambda x: x * normal.cdf(x),
     "relu": lambda x: jnp.where(x > 0, x, 0.0),
@@ -129,21 +132,27 @@ def elementwise_energy(u_JD, h_JD, p: Parameters, c: ModelConfig) -> np.ndarray:
 
 
 def antiderivative(name: str, x: np.ndarray) -> np.ndarray:
-    """φ(x) = ∫_0^∞ σ(x − t) dt by Gauss–Legendre in panels of 4, in float64.
+    """φ(x) = ∫σ from far below 0 to x, by quadrature in float64; σ may have a kink at 0."""
+    x = np.asarray(x, np.float64)
+    below, above = np.minimum(x, 0.0), np.maximum(x, 0.0)
+    sigma = jax.jit(SIGMA[name])
+    # below −45 the rest of the integral is under 1e-17
+    return _integral(sigma, below - 45.0, below) + _integral(sigma, np.zeros_like(x), above)
+
+
+def _integral(function, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """∫ of a function from `low` to `high` by Gauss–Legendre in panels of at most 4.
 
     σ's nearest poles (SiLU's, at ±iπ) lie far enough from a panel for 20 nodes to be exact.
     """
-    x = np.asarray(x, np.float64)
-    if name == "relu":
-        return 0.5 * np.where(x > 0, x, 0.0) ** 2
     nodes, weights = np.polynomial.legendre.leggauss(20)
-    end = x.max(initial=0.0) + 45.0  # below −45 the rest of the integral is under 1e-17
-    total = np.zeros_like(x)
-    sigma = jax.jit(SIGMA[name])
-    for start in np.arange(0.0, end, 4.0):
-        for node, weight in zip(start + 2.0 * (nodes + 1.0), 2.0 * weights, strict=True):
-            total += weight * np.asarray(sigma(x - node))
-    return total
+    panels = int(np.ceil((high - low).max(initial=1.0) / 4.0))
+    half = (high - low) / (2 * panels)
+    total = np.zeros_like(low)
+    for panel in range(panels):
+        for node, weight in zip(nodes, weights, strict=True):
+            total += weight * np.asarray(function(low + half * (2 * panel + 1 + node)))
+    return half * total
 
 
 def preconditioner(factors: Parameters, dim: int) -> jax.Array:

@@ -93,13 +93,13 @@ def rotary_rows(case: Case) -> Iterator[Row]:
 
 
 def activation_rows(name: str) -> Iterator[Row]:
-    """φ' = σ by autodiff and differences, φ = ∫σ by quadrature, and σ itself."""
+    """φ' = σ by autodiff and differences, φ = ∫σ by quadrature, σ itself and its slope."""
     x = np.concatenate([np.linspace(-20.0, 20.0, 401), [0.0, 1e-3, -1e-3]])
     with precision("float64"):
         sigma = np.asarray(plain.SIGMA[name](x))
         phi = plain.antiderivative(name, x)
     scale = 1.0 + np.abs(x)
-    phi_of, sigma_of = antiderivative(name), activation(name)
+    phi_of, sigma_of = antiderivative(name), activation(name).sigma
     functions = jit(lambda x: (phi_of(x), sigma_of(x), jax.vmap(jax.grad(phi_of))(x)))
     for dtype in ("float64", "float32"):
         with precision(dtype):
@@ -120,6 +120,12 @@ def activation_rows(name: str) -> Iterator[Row]:
         tolerance = 8.0 * 200.0 * eps("float64") / step
         check = f"{name}: φ' = σ, central differences"
         yield Row(check, "401", "float64", error, tolerance)
+        points = np.linspace(-20.0, 20.0, 40_001)
+        chords = np.diff(np.asarray(plain.SIGMA[name](points))) / np.diff(points)
+        # between two points the slope is at least the chord's; the bound is rounded up, no more
+        share = np.abs(chords).max() / activation(name).slope - 1.0
+        check = f"{name}: |σ'| at most {activation(name).slope}"
+        yield Row(check, "40001", "float64", max(share, -share - 1e-4, 0.0), 64.0 * eps("float64"))
 
 
 def slope_rows(case: Case) -> Iterator[Row]:

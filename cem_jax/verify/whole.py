@@ -139,12 +139,11 @@ def _decode_row(case: Case, dtype: str, wanted: Reference) -> Row:
             lambda p: plain.logits(p, case.tokens_J, None, c), case.parameters, dtypes=case.dtypes
         )
     prefix = max(1, case.positions // 2)
-    steps = {"attention_steps": c.attention.steps} if c.attention.kind == "llama" else {}
 
     @jit
     def decode(p, tokens):
         model = bind(c, p)
-        cache = model.cache(1, case.positions, jnp.dtype(dtype), **steps)
+        cache = model.cache(1, case.positions, jnp.dtype(dtype))
         first, cache = model.decode(tokens[None, :prefix], cache, jnp.int32(0), dtype=dtype)
 
         def one(carry, token):

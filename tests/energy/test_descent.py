@@ -1,9 +1,11 @@
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cem_jax.energy import StepNorm, descend, rms_norm
+from cem_jax.energy import Loop, StepNorm, StepRule, at_state, descend, rms_norm, trajectory
 from cem_jax.energy.norm import force_at_state
 
 EPS = 1e-6
@@ -56,10 +58,14 @@ def test_force_through_the_norm_is_autodiffs(x64, weighted):
     }
     for mode, moved in expected.items():
         np.testing.assert_allclose(
-            force_at_state(at_u, x, weight, EPS, mode), moved, rtol=1e-11, atol=1e-13, err_msg=mode
+            force_at_state(at_u, x, StepNorm(weight, EPS, mode)),
+            moved,
+            rtol=1e-11,
+            atol=1e-13,
+            err_msg=mode,
         )
     with pytest.raises(ValueError, match="at_u, scaled or full; got 'none'"):
-        force_at_state(at_u, x, weight, EPS, "none")
+        force_at_state(at_u, x, StepNorm(weight, EPS, "none"))
 
 
 @pytest.mark.parametrize(
@@ -77,10 +83,9 @@ def test_descent_is_the_loop_and_remat_changes_nothing(x64, gradient, steps):
     norm_of = lambda t: None if gradient == "none" else StepNorm(t["weight"], EPS, gradient)
     force_of = lambda t: lambda u: jnp.tanh(u @ t["matrix"][None])
 
-    def scanned(t, **how):
-        return descend(
-            force_of(t), t["x"], steps=steps, step_size=t["step_size"], norm=norm_of(t), **how
-        )
+    def scanned(t, run=descend, **how):
+        force = at_state(force_of(t), norm_of(t))
+        return run(force, t["x"], StepRule(t["step_size"]), steps=steps, **how)
 
     def loop(t):
         x, norm = t["x"], norm_of(t)
@@ -88,7 +93,7 @@ def test_descent_is_the_loop_and_remat_changes_nothing(x64, gradient, steps):
             u = x if norm is None else rms_norm(x, *norm[:2])
             moved = force_of(t)(u)
             if norm is not None:
-                moved = force_at_state(moved, x, *norm)
+                moved = force_at_state(moved, x, norm)
             x = x + t["step_size"] * moved
         return x
 
@@ -99,7 +104,9 @@ def test_descent_is_the_loop_and_remat_changes_nothing(x64, gradient, steps):
     expected = results(loop)
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
     jax.tree.map(same, results(scanned), expected)
-    jax.tree.map(same, results(lambda t: scanned(t, remat=True)), expected)
+    remat = Loop(unroll=1, remat=jax.checkpoint)
+    jax.tree.map(same, results(lambda t: scanned(t, loop=remat)), expected)
+    jax.tree.map(same, results(lambda t: scanned(t, run=trajectory)[-1]), expected)
 
 
 def test_remat_keeps_only_the_states_between_steps():
@@ -108,7 +115,8 @@ def test_remat_keeps_only_the_states_between_steps():
 
     def temporary(remat):
         inner = lambda w: lambda u: jnp.tanh(jnp.sin(u @ w)) @ w.T
-        loss = lambda w: descend(inner(w), x, steps=8, step_size=0.1, norm=None, remat=remat).sum()
+        loop = Loop(unroll=1, remat=jax.checkpoint if remat else None)
+        loss = lambda w: descend(inner(w), x, StepRule(0.1), steps=8, loop=loop).sum()
         return jax.jit(jax.grad(loss)).lower(weight).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(True) < 0.5 * temporary(False)
@@ -117,7 +125,38 @@ def test_remat_keeps_only_the_states_between_steps():
 def test_the_state_keeps_its_dtype():
     x = jnp.ones((2, 4), jnp.bfloat16)
     for step_size in (0.5, np.float32(0.5), jnp.asarray(0.5, jnp.float32)):
-        moved = descend(
-            lambda u: u, x, steps=2, step_size=step_size, norm=StepNorm(jnp.ones(4), EPS)
-        )
+        force = at_state(lambda u: u, StepNorm(jnp.ones(4), EPS))
+        moved = descend(force, x, StepRule(step_size), steps=2)
         assert moved.dtype == jnp.bfloat16
+
+
+class HeavyBall(NamedTuple):
+    """A rule with memory: v ← βv + ηF(x), x ← x + v, and x + δv is read out."""
+
+    beta: float
+    delta: float
+
+    def start(self, x):
+        return x, jnp.zeros_like(x)
+
+    def step(self, state, force):
+        x, v = state
+        v = self.beta * v + 0.1 * force(x)
+        return x + v, v
+
+    def result(self, state):
+        x, v = state
+        return x + self.delta * v
+
+
+def test_a_rule_with_memory_takes_the_same_path(x64):
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(3, 5)))
+    rule, f = HeavyBall(0.9, 0.5), lambda x: -jnp.sinh(x)
+    states = trajectory(f, x, rule, steps=3)
+    np.testing.assert_array_equal(states[-1], descend(f, x, rule, steps=3))
+    np.testing.assert_array_equal(states[0], x)
+    at, v = x, 0.0
+    for _ in range(3):
+        v = 0.9 * v + 0.1 * f(at)
+        at = at + v
+    np.testing.assert_allclose(states[-1], at + 0.5 * v, rtol=1e-14)

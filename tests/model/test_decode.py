@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from model_configs import full_config, random_parameters
 
+from cem_jax.config import with_steps
 from cem_jax.model import pure
 
 TOKENS = np.array([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
@@ -21,15 +22,14 @@ CASES = {
 }
 
 
-def decoded(config, parameters, dtype, **steps):
+def decoded(config, parameters, dtype):
     """Logits of three positions at once and then one by one, and the cache."""
     bind = lambda p: pure.bind(config, p)
-    attention = {n: t for n, t in steps.items() if n == "attention_steps"}
-    cache = bind(parameters).cache(len(TOKENS), 7, dtype, **attention)  # one more than is used
+    cache = bind(parameters).cache(len(TOKENS), 7, dtype)  # one more than is used
 
     @jax.jit
     def step(parameters, tokens, cache, start):
-        return bind(parameters).decode(tokens, cache, start, dtype=dtype, **steps)
+        return bind(parameters).decode(tokens, cache, start, dtype=dtype)
 
     logits = []
     for start, stop in ((0, 3), (3, 4), (4, 5), (5, 6)):
@@ -44,9 +44,9 @@ def test_decoding_is_the_forward_pass(fields):
     config = full_config(**fields)
     parameters = random_parameters(config)
     # the reused layers' cache has room for each application: other steps, another cache
-    steps = dict(attention_steps=3) if config.attention.steps > 1 else {}
-    logits, cache = decoded(config, parameters, jnp.float64, **steps)
-    expected = jax.jit(lambda p: pure.bind(config, p)(TOKENS, **steps))(parameters)
+    config = with_steps(config, attention=3) if config.attention.steps > 1 else config
+    logits, cache = decoded(config, parameters, jnp.float64)
+    expected = jax.jit(lambda p: pure.bind(config, p)(TOKENS))(parameters)
     np.testing.assert_allclose(logits, expected, rtol=1e-9, atol=1e-10)
     held = {name for name, value in cache._asdict().items() if value is not None}
     if config.attention.kind == "llama":

@@ -10,15 +10,15 @@ from model_configs import full_config, random_parameters
 
 from cem_jax.energy import preconditioner_matrix
 from cem_jax.model import CEMMLP, CEMAttention
+from cem_jax.model.parameters import with_values
 
 KINDS = {"attention": CEMAttention, "mlp": CEMMLP}
 ONE_P = dict(preconditioner_heads="shared", diagonal_in_update=True)
 
 
-def sublayer(config, name):
-    graph, state = nnx.split(nnx.eval_shape(lambda: KINDS[name](config, rngs=nnx.Rngs(0))))
-    nnx.replace_by_pure_dict(state, oracle.layer_of(random_parameters(config), 0)[name])
-    return nnx.merge(graph, state)
+def sublayer(config, name, dtype=np.float64):
+    parameters = oracle.layer_of(random_parameters(config, dtype), 0)[name]
+    return with_values(lambda: KINDS[name](config, rngs=nnx.Rngs(0)), parameters)
 
 
 def matrix(layer):
@@ -72,3 +72,26 @@ def test_documents_do_not_see_each_other():
         alone = layer.energy(x[:, 2:], h[:, 2:])
     assert packed.shape == (1, 5)
     np.testing.assert_allclose(packed[:, 2:], alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("fields", [{}, dict(residual="normalized", steps=3, mlp_steps=1)])
+def test_the_last_state_is_the_result(name, dtype, fields):
+    layer = sublayer(full_config(**fields), name, np.float32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), dtype)
+    states, result = jax.jit(lambda x: (layer.states(x), layer(x)))(x)
+    np.testing.assert_array_equal(states[-1], result)
+    np.testing.assert_array_equal(jax.jit(layer.states)(x)[-1], jax.jit(layer)(x))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_update_is_not_rounded_to_the_state(name):
+    """In bfloat16 x + update − x would lose an update of x's last digits."""
+    layer = sublayer(full_config(step_size=1e-3, mlp_step_size=1e-3), name, np.float32)
+    x, h = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 5, 8)), jnp.float32)
+    exact = layer.update(x, h)
+    low = layer.update(x.astype(jnp.bfloat16), h.astype(jnp.bfloat16))
+    assert low.dtype == jnp.bfloat16
+    error = jnp.linalg.norm(low.astype(jnp.float32) - exact)
+    assert error < 0.03 * jnp.linalg.norm(exact)

@@ -9,6 +9,7 @@ from flax import nnx
 from model_configs import full_config, model_config, random_parameters
 
 from cem_jax.model import CEMAttention, pure
+from cem_jax.model.parameters import with_values
 from cem_jax.model.transformer import ATTENTION, MLP
 
 TOKENS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 0]])
@@ -89,10 +90,7 @@ def name_of(fields):
 def sublayer(config, name, parameters):
     """An attention or MLP sublayer with these parameters."""
     kinds = {"attention": ATTENTION[config.attention.kind], "mlp": MLP[config.mlp.kind]}
-    template = nnx.eval_shape(lambda: kinds[name](config, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(template)
-    nnx.replace_by_pure_dict(state, parameters)
-    return nnx.merge(graph, state)
+    return with_values(lambda: kinds[name](config, rngs=nnx.Rngs(0)), parameters)
 
 
 def expected(config, name, parameters, x):

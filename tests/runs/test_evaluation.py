@@ -17,6 +17,7 @@ from tiny_run import (
 )
 
 from cem_jax.cli import main
+from cem_jax.config import with_steps
 from cem_jax.data.corpus.tokenizer_training import train_model
 from cem_jax.data.dataset.store import open_dataset
 from cem_jax.data.dataset.tokenizer import Tokenizer
@@ -56,7 +57,7 @@ def run_directory(folder, config, tokenizer):
     return write_run(folder / "run", config, tokenizer, steps)
 
 
-def oracle(config, parameters, path, split="validation", limit=None, **steps):
+def oracle(config, parameters, path, split="validation", limit=None, model=None):
     """(Σ nats, targets) window by window, from the model's own logits."""
     (shard,) = (path / split).glob("tokens-*.npy")
     stream = np.load(shard).astype(np.int32)
@@ -65,7 +66,7 @@ def oracle(config, parameters, path, split="validation", limit=None, **steps):
     for window, start in zip(windows, starts, strict=True):
         piece = stream[start : start + CONTEXT + 1]
         window[: len(piece)] = piece
-    forward = jax.jit(lambda p, tokens: pure.bind(config.model, p)(tokens, **steps))
+    forward = jax.jit(lambda p, tokens: pure.bind(model or config.model, p)(tokens))
     logits = np.asarray(forward(parameters, windows[:, :-1]), np.float64)
     nats = []
     for row, start, window in zip(logits, starts, windows, strict=True):
@@ -98,7 +99,8 @@ def test_the_batch_does_not_matter(run_directory):
 def test_step_split_and_steps_of_recursion(run_directory, config, dataset):
     steps = dict(attention_steps=1, mlp_steps=3)
     result = evaluate(run_directory, step=3, split="train", **steps)
-    nats, targets = oracle(config, tiny_parameters(config, seed=3), dataset, "train", **steps)
+    model = with_steps(config.model, attention=1, mlp=3)
+    nats, targets = oracle(config, tiny_parameters(config, seed=3), dataset, "train", model=model)
     assert result["step"] == 3
     assert result["loss"] == pytest.approx(nats / targets, rel=1e-5)
 

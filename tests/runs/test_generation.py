@@ -1,5 +1,6 @@
 """`cem generate`: the cache changes nothing, the context ends it, sampling keeps its promises."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -11,6 +12,7 @@ import pytest
 from tiny_run import CONTEXT, tiny_config, tiny_parameters, tiny_tokenizer, write_run
 
 from cem_jax.cli import main
+from cem_jax.config import with_steps
 from cem_jax.errors import UserError
 from cem_jax.model import pure
 from cem_jax.runs.generation import (
@@ -51,10 +53,10 @@ def prompt_of(tokens, tokenizer):
     return text
 
 
-def recomputed(config, parameters, ids, count, **steps):
+def recomputed(config, parameters, ids, count):
     """Greedy ids, each from a forward pass over everything before it."""
     model = pure.bind(config.model, parameters)
-    forward = jax.jit(lambda tokens: model(tokens, **steps))
+    forward = jax.jit(lambda tokens: model(tokens))
     ids = list(ids)
     for _ in range(count):
         padded = np.zeros((1, CONTEXT), np.int32)
@@ -67,10 +69,10 @@ def recomputed(config, parameters, ids, count, **steps):
     ("model", "steps"),
     [
         ({}, {}),
-        ({}, {"attention_steps": 3, "mlp_steps": 1}),
+        ({}, {"attention": 3, "mlp": 1}),
         ({"position": "rope", "diagonal": "per_head", "diagonal_in_update": True}, {}),
         ({"kind": "llama", "mlp_kind": "gated", "position": "rope", "steps": 1}, {}),
-        ({"kind": "llama", "position": "none", "steps": 1}, {"attention_steps": 2}),
+        ({"kind": "llama", "position": "none", "steps": 1}, {"attention": 2}),
     ],
     ids=["full", "steps", "rope", "llama", "reused"],
 )
@@ -81,10 +83,11 @@ def test_greedy_with_the_cache_equals_recomputing_everything(tokenizer, model, s
         model = dict(mlp_preconditioner="none", mlp_steps=1) | model
     config = tiny_config(model=model)
     parameters = tiny_parameters(config)
+    config = dataclasses.replace(config, model=with_steps(config.model, **steps))
     ids = prompt_ids(config, tokenizer, "abc de")
     count = CONTEXT + 1 - len(ids)
-    tokens = Generator(config, parameters, tokenizer, **steps)._tokens(ids, count, GREEDY)
-    assert list(tokens) == recomputed(config, parameters, ids, count, **steps)
+    tokens = Generator(config, parameters, tokenizer)._tokens(ids, count, GREEDY)
+    assert list(tokens) == recomputed(config, parameters, ids, count)
 
 
 # The separator before the prompt takes one place of the context; a last token needs none.

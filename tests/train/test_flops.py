@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from model_configs import model_config
 
+from cem_jax.config import with_steps
 from cem_jax.model import pure
 from cem_jax.train.flops import (
     flops_per_token,
@@ -80,10 +81,10 @@ def test_a_low_rank_preconditioner_is_folded_once_a_pass_and_not_counted_a_token
     assert folding_flops(model_config(**CEM)) == 0
 
 
-def test_steps_at_call_time_and_training():
+def test_other_steps_and_training():
     config = model_config(**CEM)
     longer = model_config(**CEM, steps=3, mlp_steps=4)
-    assert flops_per_token(config, J, attention_steps=3, mlp_steps=4) == flops_per_token(longer, J)
+    assert flops_per_token(with_steps(config, 3, 4), J) == flops_per_token(longer, J)
     assert training_flops_per_token(config, J) == 3 * flops_per_token(config, J)
     assert forward_flops(config, J).total == sum(forward_flops(config, J))
 

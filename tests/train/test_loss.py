@@ -14,7 +14,7 @@ class Readout:
     def __init__(self, table, head):
         self.table, self.head = table, head
 
-    def hidden(self, tokens, segments, *, dtype, attention_steps, mlp_steps):
+    def hidden(self, tokens, segments, *, dtype):
         x = jnp.take(self.table, tokens, axis=0)
         return x if dtype is None else x.astype(dtype)
 
@@ -39,10 +39,9 @@ def make_case(batch, positions):
 
 
 @pytest.fixture(params=[1, 6, 1000], ids="rows={}".format)
-def chunked(request, monkeypatch):
+def chunks(request):
     """Chunks of so many rows, where a vocabulary of 19 would fit whole."""
-    monkeypatch.setattr(loss, "_CHUNK_LOGITS_CPU", 0)
-    monkeypatch.setattr(loss, "_CHUNK_ROWS", request.param)
+    return loss.ChunkSize(0, request.param)
 
 
 def mean(table, head, case, *, z_loss=0.0, weights=None, **options):
@@ -62,51 +61,53 @@ def plain_mean(table, head, case, *, z_loss=0.0, weights=None):
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_value_and_gradients_equal_the_plain_mean(case, chunked, z_loss, weighted):
+def test_value_and_gradients_equal_the_plain_mean(case, chunks, z_loss, weighted):
     arguments = (case["table"], case["head"])
     options = dict(z_loss=z_loss, weights=case["weights"] if weighted else None)
-    ours = jax.jit(jax.value_and_grad(lambda *a: mean(*a, case, **options), argnums=(0, 1)))
+    chunked = lambda *a: mean(*a, case, chunks=chunks, **options)
+    ours = jax.jit(jax.value_and_grad(chunked, argnums=(0, 1)))
     plain = jax.value_and_grad(lambda *a: plain_mean(*a, case, **options), argnums=(0, 1))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14),
         ours(*arguments),
         plain(*arguments),
     )
-    value_only = mean(*arguments, case, **options)
+    value_only = chunked(*arguments)
     np.testing.assert_allclose(value_only, plain(*arguments)[0], rtol=1e-13)
 
 
-def test_a_window_of_one_target(x64, chunked):
+def test_a_window_of_one_target(x64, chunks):
     case = make_case(batch=3, positions=1)
     arguments = (case["table"], case["head"])
-    np.testing.assert_allclose(mean(*arguments, case), plain_mean(*arguments, case), rtol=1e-13)
+    found = mean(*arguments, case, chunks=chunks)
+    np.testing.assert_allclose(found, plain_mean(*arguments, case), rtol=1e-13)
 
 
-def test_the_parts_add_up(case, chunked):
-    both = loss.sum_of_losses(Readout(case["table"], case["head"]), case["tokens"], z_loss=0.3)
-    without = loss.sum_of_losses(Readout(case["table"], case["head"]), case["tokens"])
+def test_the_parts_add_up(case, chunks):
+    inputs = Readout(case["table"], case["head"]), case["tokens"]
+    both = loss.sum_of_losses(*inputs, z_loss=0.3, chunks=chunks)
+    without = loss.sum_of_losses(*inputs, chunks=chunks)
     np.testing.assert_allclose(both.nats, without.total, rtol=1e-12)
     np.testing.assert_allclose(both.nats + both.z, both.total, rtol=1e-12)
     assert without.z == 0
     assert both.weight == case["tokens"][:, 1:].size
 
 
-def test_weight_zero_is_as_if_the_target_were_not_there(case, chunked):
+def test_weight_zero_is_as_if_the_target_were_not_there(case, chunks):
     weights = case["weights"].at[:, -1].set(0.0)
     changed = dict(case, tokens=case["tokens"].at[:, -1].add(1) % len(case["head"]))
-    a, b = (
-        jax.grad(lambda h, c=c: loss.sum_of_losses(
-            Readout(case["table"], h), c["tokens"], weights=weights).total)(case["head"])
-        for c in (case, changed)
-    )  # fmt: skip
+    how = dict(weights=weights, chunks=chunks)
+    total = lambda h, c: loss.sum_of_losses(Readout(case["table"], h), c["tokens"], **how).total
+    a, b = (jax.grad(total)(case["head"], c) for c in (case, changed))
     np.testing.assert_array_equal(a, b)
 
 
-def test_bfloat16_states_keep_a_float32_loss_and_gradient(chunked):
+def test_bfloat16_states_keep_a_float32_loss_and_gradient(chunks):
     rng = np.random.default_rng(1)
     table, head = (jnp.asarray(rng.standard_normal((19, 8)), jnp.float32) for _ in range(2))
     case = {"tokens": jnp.asarray(rng.integers(0, 19, (4, 33)))}
-    value, gradient = jax.value_and_grad(mean, argnums=1)(table, head, case, dtype=jnp.bfloat16)
+    how = dict(dtype=jnp.bfloat16, chunks=chunks)
+    value, gradient = jax.value_and_grad(mean, argnums=1)(table, head, case, **how)
     expected, exact = jax.value_and_grad(plain_mean, argnums=1)(table, head, case)
     assert value.dtype == gradient.dtype == jnp.float32
     np.testing.assert_allclose(value, expected, rtol=2e-2)
@@ -118,26 +119,24 @@ def test_an_id_outside_the_vocabulary_gives_nan():
     assert jnp.isnan(mean(table, head, {"tokens": jnp.array([[0, 1, 4]])}))
 
 
-def test_no_array_holds_all_logits(monkeypatch):
-    monkeypatch.setattr(loss, "_CHUNK_LOGITS_CPU", 0)
-    monkeypatch.setattr(loss, "_CHUNK_ROWS", 16)
+def test_no_array_holds_all_logits():
+    chunks = loss.ChunkSize(0, 16)
     table, head = jnp.ones((97, 3)), jnp.ones((97, 3))
     tokens = jnp.zeros((4, 33), jnp.int32)
-    gradient = jax.jit(jax.grad(lambda h: mean(table, h, {"tokens": tokens})))
+    gradient = jax.jit(jax.grad(lambda h: mean(table, h, {"tokens": tokens}, chunks=chunks)))
     assert gradient.lower(head).compile().memory_analysis().temp_size_in_bytes < 4 * 4 * 32 * 97
 
 
 def test_chunks_follow_the_devices_that_share_the_rows():
-    one = loss._chunk_length(64, 1024, 32000, 1)
-    assert one * 64 >= loss._CHUNK_ROWS
-    assert loss._chunk_length(64, 1024, 32000, 8) == 8 * one
+    size = loss.chunk_size()
+    one = loss.chunk_length(64, 1024, 32000, size)
+    assert one * 64 >= size.rows
+    assert loss.chunk_length(64, 1024, 32000, size, shards=8) == 8 * one
 
 
 @pytest.mark.parametrize("places", [2, 4])
-def test_chunks_of_split_positions_take_a_piece_of_each_device(places, monkeypatch):
-    monkeypatch.setattr(loss, "_CHUNK_LOGITS_CPU", 0)
-    monkeypatch.setattr(loss, "_CHUNK_ROWS", 2)
-    chunk = loss._chunk_length(3, 24, 7, 4, places)
+def test_chunks_of_split_positions_take_a_piece_of_each_device(places):
+    chunk = loss.chunk_length(3, 24, 7, loss.ChunkSize(0, 2), 4, places)
     assert chunk % places == 0 and chunk < 24
     rng = np.random.default_rng(0)
     x, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((3, 24, 5), (7, 5)))

@@ -109,7 +109,8 @@ def test_a_switch_that_is_ignored(monkeypatch, switches):
 def test_another_sigma(monkeypatch):
     from cem_jax.energy import activation
 
-    monkeypatch.setitem(activation.ACTIVATIONS, "silu", lambda x: 1.001 * jax.nn.silu(x))
+    broken = activation.ACTIVATIONS["silu"]._replace(sigma=lambda x: 1.001 * jax.nn.silu(x))
+    monkeypatch.setitem(activation.ACTIVATIONS, "silu", broken)
     assert failing(special.activation_rows("silu")) == {"silu: σ"}
     broken = failing(forces.mlp_rows(small()))
     assert "MLP force, closed form" in broken
@@ -121,8 +122,9 @@ def test_another_sigma(monkeypatch):
 def test_another_phi(monkeypatch, name):
     from cem_jax.energy import activation
 
-    phi = activation._ANTIDERIVATIVES[name]
-    monkeypatch.setitem(activation._ANTIDERIVATIVES, name, lambda x: phi(x) * 1.001)
+    whole = activation.ACTIVATIONS[name]
+    broken = whole._replace(phi=lambda x: whole.phi(x) * 1.001)
+    monkeypatch.setitem(activation.ACTIVATIONS, name, broken)
     assert failing(special.activation_rows(name)) == {
         f"{name}: φ' = σ, autodiff",
         f"{name}: φ' = σ, central differences",
@@ -145,9 +147,7 @@ def test_documents_that_see_each_other(monkeypatch):
     from cem_jax.model import Block
 
     original = Block.__call__
-    monkeypatch.setattr(
-        Block, "__call__", lambda self, x, segments=None, **steps: original(self, x, **steps)
-    )
+    monkeypatch.setattr(Block, "__call__", lambda self, x, segments=None: original(self, x))
     case = small(**{"data.document_mask": "True"})
     broken = failing(whole.whole_rows(case))
     assert "documents apart: gradient across them" in broken

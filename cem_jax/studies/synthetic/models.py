@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from cem_jax.energy import StepNorm, descend, elementwise_energy, rms_norm
+from cem_jax.energy import StepNorm, StepRule, at_state, descend, elementwise_energy, rms_norm
 from cem_jax.sharding.linear import project
 
 POINTS = 100  # of the forward pass whose FLOPs Table 3 has
@@ -81,10 +81,8 @@ def apply(model: Model, p: Parameters, inputs: Float[Array, "N I"]) -> Float[Arr
     else:
         gamma_NM = project(h_ND, p["multiplier"])
         energy = lambda u: elementwise_energy(u, gamma_NM, p["tied"]).sum()
-        norm = StepNorm(p["norm"], _EPS)
-        x_ND = descend(
-            lambda u: -jax.grad(energy)(u), x_ND, steps=model.steps, step_size=1.0, norm=norm
-        )
+        force = at_state(lambda u: -jax.grad(energy)(u), StepNorm(p["norm"], _EPS))
+        x_ND = descend(force, x_ND, StepRule(1.0), steps=model.steps)
     return affine(rms_norm(x_ND, p["output_norm"], _EPS), "output")[:, 0]
 
 

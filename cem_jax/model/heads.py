@@ -1,0 +1,50 @@
+"""What CEM's and Llama's attention have in common: weights by head, and what enters the scores.
+
+Shapes: B batch · J positions · C cache length · N new positions · D model dim · K heads ·
+R head dim.
+"""
+
+from typing import Any
+
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from cem_jax.config import ModelConfig
+from cem_jax.energy import Rotary, alibi_slopes
+from cem_jax.model.parameters import constant, matrix
+
+
+class Heads:
+    """Query and key weights, position biases and kernel of an attention sublayer."""
+
+    def _add_heads(self, config: ModelConfig, *weights: str, rngs: nnx.Rngs) -> None:
+        """Make the [K, R, D] weights of these names, and the learned self bias if configured."""
+        c = config.attention
+        self.tau = config.tau
+        shape, axes = (c.heads, config.head_dim, config.dim), ("heads", "head_dim", "embed")
+        for name in weights:
+            setattr(self, name, matrix(rngs, shape, axes, config.init_std))
+        self.self_bias = constant(0.0, (c.heads,), ("heads",)) if c.self_bias else None
+
+    def _biases(self) -> dict[str, Any]:
+        """ALiBi's slopes and the self bias, as the kernels take them."""
+        c = self.settings
+        slopes = alibi_slopes(c.heads, c.alibi_slopes) if c.position == "alibi" else None
+        bias = None if self.self_bias is None else self.self_bias[...]
+        return dict(slopes=slopes, self_bias=bias)
+
+    def _rotary(self, positions: Int[Array, " J"]) -> Rotary | None:
+        c = self.settings
+        return Rotary(positions, c.rope_base) if c.position == "rope" else None
+
+    def _kernel(self) -> dict[str, Any]:
+        c = self.settings
+        return dict(implementation=c.implementation, block_sizes=c.block_sizes)
+
+
+def extended(
+    cache: Float[Array, "B C *F"], new: Float[Array, "B N *F"], start: Int[Array, ""] | int
+) -> Float[Array, "B C *F"]:
+    """Return the cache with `new` at positions `start` and after."""
+    return lax.dynamic_update_slice_in_dim(cache, new, start, axis=1)
