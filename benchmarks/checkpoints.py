@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 from run import SIZE, config, small_dataset, stepper, table
 
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.checkpoints import Writer
 from cem_jax.runs.integrity import find_damage
+from cem_jax.runs.position import Position
 
 SAVES = 24
 STEPS = 8  # of a block: with a save that begins at its start, or without
 ROOT = Path(__file__).parents[1]
-EXTRA = {"config": {}, "note": "a benchmark"}
 
 
 def saving() -> None:
@@ -35,12 +35,12 @@ def saving() -> None:
     seconds = {"saving": [], "not saving": []}
     blocking, spans = [], []
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = Checkpointer(folder, keep=1, keep_best=False)
+        checkpoints = Writer(folder, keep=1, keep_best=False)
         for block in range(2 * SAVES):
             save = block % 2 == 0
             began = time.perf_counter()
             if save:
-                checkpoints.save(block, step.state, EXTRA)
+                checkpoints.save(step.state, Position(block))
                 blocking.append(time.perf_counter() - began)
             for _ in range(STEPS):
                 still = save and not _is_done(folder, block)
@@ -73,11 +73,11 @@ def restoring() -> None:
         state = stepper(c).state
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
         with tempfile.TemporaryDirectory() as folder:
-            with Checkpointer(folder, keep=1, keep_best=False) as checkpoints:
-                checkpoints.save(1, state, EXTRA)
+            with Writer(folder, keep=1, keep_best=False) as checkpoints:
+                checkpoints.save(state, Position(1))
             path, whole, sums = Path(folder) / "1", [], []
             for _ in range(5):
-                with Checkpointer(folder, keep=1, keep_best=False) as checkpoints:
+                with Writer(folder, keep=1, keep_best=False) as checkpoints:
                     began = time.perf_counter()
                     jax.block_until_ready(checkpoints.restore(None, abstract)[0])
                     whole.append(time.perf_counter() - began)

@@ -8,7 +8,7 @@ import numpy as np
 from soak_runs import FIELDS, logs_of
 
 from cem_jax.config import Config
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.checkpoints import Writer
 from cem_jax.runs.directory import read_config
 from cem_jax.runs.metrics import read_metrics
 from cem_jax.train.setup import abstract_state
@@ -60,7 +60,7 @@ def same_state(ours: Path, theirs: Path, step: int, what: str) -> list[str]:
     for workdir in (ours, theirs):
         config = read_config(workdir)
         assert isinstance(config, Config)
-        with Checkpointer(workdir / "checkpoints", keep=1, keep_best=False) as checkpoints:
+        with Writer(workdir / "checkpoints", keep=1, keep_best=False) as checkpoints:
             if step not in checkpoints.steps():
                 return [f"{what}: {workdir.name} has no checkpoint {step}"]
             mesh = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "context"))

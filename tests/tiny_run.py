@@ -16,7 +16,8 @@ from cem_jax.data.corpus.prepare import prepare
 from cem_jax.data.corpus.tokenizer_training import train_model
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.model import pure
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.checkpoints import Writer
+from cem_jax.runs.position import Position
 
 ROOT = Path(__file__).parents[1]
 CONTEXT = 16
@@ -73,19 +74,26 @@ def tiny_parameters(config: Config, seed: int = 0) -> pure.Parameters:
 
 
 def write_run(
-    workdir: Path, config: Config, tokenizer: Tokenizer, steps: dict[int, pure.Parameters], **extra
+    workdir: Path,
+    config: Config,
+    tokenizer: Tokenizer,
+    steps: dict[int, pure.Parameters],
+    /,
+    **recorded,
 ) -> Path:
     """What `cem train` leaves."""
     workdir.mkdir(parents=True)
     (workdir / "config.json").write_text(json.dumps(config.to_dict()))
     (workdir / "tokenizer.model").write_bytes(tokenizer.model_bytes)
-    extra = {"tokenizer_hash": tokenizer.hash, "separator": config.data.separator} | extra
-    with Checkpointer(workdir / "checkpoints", keep=9, keep_best=False) as checkpoints:
+    with Writer(workdir / "checkpoints", keep=9, keep_best=False) as checkpoints:
         for step, parameters in steps.items():
             state = {
                 "params": parameters,
                 "opt_state": {"mu": np.zeros(3, np.float32)},
                 "step": np.int32(step),
             }
-            checkpoints.save(step, state, extra)
+            position = Position(
+                step, tokenizer_hash=tokenizer.hash, separator=config.data.separator
+            )
+            checkpoints.save(state, dataclasses.replace(position, **recorded))
     return workdir

@@ -55,12 +55,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from cem_jax.runs.generation import Generator, Sampling, prompt_ids
     from cem_jax.runs.run import Run
 
-    run = Run.open(args.workdir)
-    tokenizer = run.tokenizer()
-    prompt_ids(run.config, tokenizer, prompt)
-    parameters, step = run.parameters(args.step)
+    run = Run.open(args.workdir, args.step)
+    prompt_ids(run.config, run.tokenizer, prompt)
     model = with_steps(run.config.model, args.attention_steps, args.mlp_steps)
-    generator = Generator(replace(run.config, model=model), parameters, tokenizer)
+    generator = Generator(replace(run.config, model=model), run.parameters, run.tokenizer)
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     started = time.monotonic()
     write = (lambda text: None) if args.json else _write
@@ -73,10 +71,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "context": f"the context of {run.config.data.context} tokens is full",
     }
     print(
-        f"step {step}: {result.tokens} tokens in {seconds:.1f} s; {reasons[result.stop]}",
+        f"step {run.step}: {result.tokens} tokens in {seconds:.1f} s; {reasons[result.stop]}",
         file=sys.stderr,
     )
-    return result._asdict() | {"step": step}
+    return result._asdict() | {"step": run.step}
 
 
 def standard_input() -> str:

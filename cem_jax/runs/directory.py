@@ -51,6 +51,20 @@ def read_config(workdir: epath.Path) -> Config | None:
         raise UserError(*(f"{path}: {message}" for message in error.messages)) from None
 
 
+def present_config(workdir: epath.Path) -> Config | None:
+    """As `read_config`; raises UserError too where checkpoints are without one, or a file."""
+    folder = workdir / "checkpoints"
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: is a file, where a run has a directory; use another --workdir")
+    config = read_config(workdir)
+    if config is None and folder.exists():
+        raise UserError(
+            f"{workdir}: has checkpoints/ but no config.json; put it back (each checkpoint's "
+            "info/metadata holds its fields, under extra), or use another --workdir"
+        )
+    return config
+
+
 def with_absolute_paths(config: Config) -> Config:
     """The data's places, so that they are found from another working directory too."""
     absolute = lambda path: path if is_url(path) or not path else os.path.abspath(path)
@@ -137,7 +151,7 @@ def require_nothing_lost(workdir: epath.Path, once_complete: list[str], before: 
     again = "use another --workdir, or remove checkpoints/ and metrics.jsonl to begin again"
     if once_complete:
         raise UserError(
-            f"{folder}: no checkpoint to go on from; these were complete once, and have no "
+            f"{folder}: no checkpoint to resume from; these were complete once, and have no "
             f"{LIST_NAME} now: {', '.join(once_complete)}; put it back, {again}"
         )
     last = max((line["step"] for line in metrics_so_far(workdir)), default=0)
@@ -145,7 +159,7 @@ def require_nothing_lost(workdir: epath.Path, once_complete: list[str], before: 
     # The second save waits for the first one, and the steps after it for its beginning.
     if last > 2 * min(c.every, c.keep_every or c.every):
         raise UserError(
-            f"{folder}: no checkpoint to go on from, but {path} tells of step {last}; put the "
+            f"{folder}: no checkpoint to resume from, but {path} tells of step {last}; put the "
             f"checkpoints back, {again}"
         )
 

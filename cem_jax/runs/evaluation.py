@@ -13,9 +13,9 @@ from cem_jax.config import Config, with_steps
 from cem_jax.data.dataset.mixture import Mixture
 from cem_jax.errors import UserError
 from cem_jax.runs.run import Run
+from cem_jax.runs.setup import open_data
 from cem_jax.text import Pace, ProgressLine, format_count, format_duration
 from cem_jax.train.evaluator import Evaluator
-from cem_jax.train.setup import open_data
 
 _TOKENS_CPU, _TOKENS = 1 << 11, 1 << 15  # of a batch; on CPU, what its caches hold is fastest
 
@@ -46,19 +46,18 @@ def evaluate(
       UserError: before any work, for a run, checkpoint, split or dataset that does not exist or
         does not fit; a tokenizer other than the run's is refused.
     """
-    run = Run.open(workdir)
-    config, tokenizer = run.config, run.tokenizer()
+    run = Run.open(workdir, step)
+    config = run.config
     mixture = _open(run)
     for dataset in mixture.sources:
-        dataset.require_tokenizer(tokenizer.hash, f"the run in {run.workdir}")
+        dataset.require_tokenizer(run.tokenizer.hash, f"the run in {run.workdir}")
     split = split or config.eval.split
     batch = batch or default_batch(config, mixture, split)
     config = replace(config, model=with_steps(config.model, attention_steps, mlp_steps))
     evaluator = Evaluator(config, mixture, split, batch=batch)
-    parameters, step = run.parameters(step)
     began = time.monotonic()
-    result = evaluator(parameters, _reporter(evaluator.batches(), batch * config.data.context))
-    return result | {"step": step, "split": split, "seconds": time.monotonic() - began}
+    result = evaluator(run.parameters, _reporter(evaluator.batches(), batch * config.data.context))
+    return result | {"step": run.step, "split": split, "seconds": time.monotonic() - began}
 
 
 def default_batch(config: Config, mixture: Mixture, split: str) -> int:

@@ -26,11 +26,12 @@ from cem_jax.config import Config
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.model import pure
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.arrays import dtype_and_shape, named_leaves, nested
+from cem_jax.runs.checkpoints import Writer
 from cem_jax.runs.directory import EXPORTED, read_config, write_run_files
 from cem_jax.runs.integrity import LIST_NAME, find_damage, write_checksums
+from cem_jax.runs.position import Position
 from cem_jax.runs.run import Run
-from cem_jax.runs.tree_names import describe, named_leaves, nested
 
 METADATA = "cem_jax"  # one key: the library writes several in any order
 _PARTIAL = ".cem.partial"  # the working directory within one that is there
@@ -47,20 +48,18 @@ def export_run(
     and for an output that holds something already.
     """
     output = new_directory("--output", output)
-    run = Run.open(workdir)
-    parameters, step = run.parameters(step)
-    tokenizer = run.tokenizer()
+    run = Run.open(workdir, step)
     metadata = {
-        "step": step,
-        "tokenizer_hash": tokenizer.hash,
-        "separator": run.config.data.separator,
+        "step": run.step,
+        "tokenizer_hash": run.tokenizer.hash,
+        "separator": run.trained.data.separator,
     }
     with made_whole(output) as partial:
-        write_run_files(epath.Path(partial), read_config(run.workdir), tokenizer.model_bytes)
-        _write_weights(partial / EXPORTED, layer_by_layer(parameters), metadata)
+        write_run_files(epath.Path(partial), run.trained, run.tokenizer.model_bytes)
+        _write_weights(partial / EXPORTED, layer_by_layer(run.parameters), metadata)
         write_checksums(epath.Path(partial))
     files = sorted(str(path) for path in output.iterdir())
-    return {"files": files, "parameters": pure.count(run.config.model), "step": step}
+    return {"files": files, "parameters": pure.count(run.trained.model), "step": run.step}
 
 
 def import_run(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> dict[str, Any]:
@@ -83,16 +82,17 @@ def import_run(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) 
         )
     parameters = stacked(arrays, config, str(source / EXPORTED))
     _require_finite(arrays, str(source / EXPORTED))
-    extra = {
-        "config": config.to_dict(),
-        "tokenizer_hash": tokenizer.hash,
-        "separator": config.data.separator,
-        "imported": True,
-    }
+    position = Position(
+        step,
+        imported=True,
+        config=config.to_dict(),
+        tokenizer_hash=tokenizer.hash,
+        separator=config.data.separator,
+    )
     with made_whole(workdir) as partial:
         write_run_files(epath.Path(partial), config, tokenizer.model_bytes)
-        with Checkpointer(partial / "checkpoints", keep=1, keep_best=False) as checkpoints:
-            checkpoints.save(step, {"params": parameters}, extra)
+        with Writer(partial / "checkpoints", keep=1, keep_best=False) as checkpoints:
+            checkpoints.save({"params": parameters}, position)
     files = sorted(str(path) for path in workdir.rglob("*") if path.is_file())
     return {"files": files, "parameters": pure.count(config.model), "step": step}
 
@@ -120,9 +120,11 @@ def stacked(arrays: Mapping[str, np.ndarray], config: Config, where: str) -> pur
     """
     wanted = named_leaves(pure.abstract_parameters(config.model))
     expected = {
-        dotted: describe(leaf) for name in wanted for dotted, leaf in _parts(name, wanted[name])
+        dotted: dtype_and_shape(part)
+        for name, leaf in wanted.items()
+        for dotted, part in _parts(name, leaf)
     }
-    found = {name: describe(array) for name, array in arrays.items()}
+    found = {name: dtype_and_shape(array) for name, array in arrays.items()}
     problems = [
         f"{name}: {found.get(name, 'absent')} in the file, {expected.get(name, 'absent')} expected"
         for name in sorted(expected.keys() | found.keys())

@@ -42,14 +42,13 @@ def generate_text(
     prompt: str,
     *,
     max_tokens: int,
-    step: int | None = None,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
 ) -> str:
-    """The continuation of `prompt` by a run's checkpoint (default: the newest)."""
-    generator = Generator(run.config, run.parameters(step)[0], run.tokenizer())
+    """Return the continuation of `prompt` by the checkpoint of `run`."""
+    generator = Generator(run.config, run.parameters, run.tokenizer)
     return generator(prompt, max_tokens, Sampling(temperature, top_k, top_p, seed)).text
 
 

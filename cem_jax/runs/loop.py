@@ -3,123 +3,163 @@
 The device is kept ahead of the host: a step is dispatched before the one before it is read.
 """
 
-import base64
 import math
 import time
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple, TextIO
 
 import jax
 from etils import epath
 
+from cem_jax.config import Config
 from cem_jax.distributed import session
 from cem_jax.errors import RunFailed
-from cem_jax.runs.init_from import ORIGIN
+from cem_jax.runs.checkpoints import Writer
+from cem_jax.runs.metrics import MetricsWriter, SilentMetrics
+from cem_jax.runs.position import Position
 from cem_jax.runs.progress import Progress
-from cem_jax.runs.resume import length, surplus
+from cem_jax.runs.resume import Course
+from cem_jax.runs.setup import Setup
 from cem_jax.runs.signals import Stop
 from cem_jax.sharding.mesh import in_mesh
 from cem_jax.train.flops import mfu, training_flops_per_token
 from cem_jax.train.probe import make_probe
-from cem_jax.train.setup import Setup, jitted_step, place_batch
+from cem_jax.train.setup import jitted_step, place_batch
 from cem_jax.train.step import StepMetrics, TrainState
+
+
+class Due(NamedTuple):
+    """What is to be done between two steps; `signal`: the one to stop by, 0 for none."""
+
+    save: bool = False
+    validation: bool = False
+    energies: bool = False
+    signal: int = 0
+
+
+def due_after(done: int, total: int, config: Config, *, signal: int, late: bool) -> Due:
+    """What is due after `done` of `total` steps; `late`: checkpoint.every_minutes have passed."""
+    c, every = config.checkpoint, config.log.energies_every
+    milestone = c.keep_every is not None and done % c.keep_every == 0
+    ends = done == total
+    return Due(
+        save=ends or bool(signal) or late or milestone or done % c.every == 0,
+        validation=ends or done % config.eval.every == 0,
+        energies=every > 0 and done % every == 0,
+        signal=signal,
+    )
 
 
 class Loop:
     """The moving parts of a run."""
 
     def __init__(
-        self, setup: Setup, workdir: epath.Path, checkpointer, metrics, stream, stop: Stop, extra
+        self,
+        setup: Setup,
+        workdir: epath.Path,
+        checkpoints: Writer,
+        metrics: MetricsWriter | SilentMetrics,
+        course: Course,
+        stop: Stop,
+        stream: TextIO,
     ):
         config = setup.config
         self.setup, self.config, self.workdir = setup, config, workdir
-        self.checkpointer, self.metrics, self.stop = checkpointer, metrics, stop
-        self.total, ahead = length(config, extra)
+        self.checkpoints, self.metrics, self.stop, self.course = checkpoints, metrics, stop, course
         self.flops_per_token = training_flops_per_token(config.model, config.data.context)
-        self.loss: float | None = extra.get("loss")
-        self.origin = {ORIGIN: extra[ORIGIN]} if ORIGIN in extra else {}
-        # what the steps so far had more than steps as they are now: the batch may have changed
-        self.tokens_before = surplus(config, extra)
-        self.comparable_loss: float | None = None
-        self.progress = Progress(self.total, config.tokens_per_step, stream)
+        self.progress = Progress(course.total, config.tokens_per_step, stream)
         self.rate = self.progress.rate
         self.last_save = time.monotonic()
-        self.tracing = False
+        self.loss: float | None = None
         self.wishes = session.Wishes(setup.mesh)
-        step = jitted_step(config, setup.mesh, setup.state, self.total, ahead)
+        step = jitted_step(config, setup.mesh, setup.state, course.total, course.ahead)
         self.step = in_mesh(setup.mesh, session.together("the training step", step))
         self.probe = make_probe(config, setup.mesh) if config.log.energies_every else None
 
-    def announce(self, start: int) -> None:
+    def announce(self) -> None:
+        """Say what is about to run, and where."""
+        start, total = self.course.start, self.course.total
         devices, count = jax.device_count(), session.processes()
         kind = jax.devices()[0].device_kind
         self.progress.message(
-            f"{'resuming' if start else 'starting'} at step {start} of {self.total} in "
+            f"{'resuming' if start else 'starting'} at step {start} of {total} in "
             f"{self.workdir}: {self.config.train.global_batch} sequences of "
             f"{self.config.data.context} tokens a step, {self.config.train.compute_dtype}, "
             f"{devices} × {kind}" + (f" in {count} processes" if count > 1 else "")
         )
-        if start < self.total:
+        if start < total:
             flops = self.config.tokens_per_step * self.flops_per_token
             self.progress.message(f"compiling, then {flops / 1e12:,.3g} TFLOP a step")
 
-    def run(self, state: TrainState, start: int, owes_validation: bool) -> float | None:
-        """Steps `start` … total − 1, with what belongs between them. Returns the last loss.
+    def run(
+        self, state: TrainState, position: Position, after_step: Callable[[int], None]
+    ) -> Position:
+        """Make the steps from `position` to the end, with what belongs between them.
 
-        `owes_validation`: a stop came before the validation that belongs to step `start`.
+        Returns the position at the end. `after_step` gets the number of steps done, after each.
         """
-        batches = self.setup.loader.iterate(start)
+        self.loss = position.loss
+        batches = self.setup.loader.iterate(position.step)
+        profiler = _Profiler(self.config, self.workdir)
         pending: tuple[int, StepMetrics] | None = None
         try:
-            if owes_validation:
+            if position.owes_validation:
                 self.stop.something_to_save()
-                self.stopping, self.save_is_due, self.eval_is_due = 0, True, True
-                self._between(state, start)
-            for step in range(start, self.total):
+                position = self._pause(Due(save=True, validation=True), state, None, position)
+            for step in range(position.step, self.course.total):
                 with self.rate.waiting():
                     batch = next(batches)
-                self._profile(step)
+                profiler.before(step)
                 batch = place_batch(batch, self.setup.mesh)
                 state, measured = self.step(state, batch)
                 if pending is not None:
                     self._read(*pending)
-                pending = step, measured
-                if self._pause_after(step):
+                pending = step + 1, measured
+                after_step(step + 1)
+                due = self._due(step + 1)
+                if any(due):
                     self._read(*pending)
                     pending = None
-                    if self.energies_are_due:
-                        self._describe(state, batch, step + 1)
-                    self._between(state, step + 1)
+                    position = self._pause(due, state, batch, self._at(position, step + 1))
         except jax.errors.JaxRuntimeError as error:
             session.lost(error)
             raise
         finally:
             batches.close()
-            if self.tracing:
-                jax.profiler.stop_trace()
+            profiler.stop()
             self.progress.finish()
-        return self.loss
+        return position
 
-    def _read(self, step: int, measured: StepMetrics) -> None:
+    def _at(self, position: Position, done: int) -> Position:
+        """`position` after `done` steps."""
+        return replace(
+            position,
+            step=done,
+            tokens=self.course.tokens(done, self.config),
+            windows_consumed=self.setup.loader.consumed(done),
+            loss=self.loss if self.loss is not None and math.isfinite(self.loss) else None,
+        )
+
+    def _read(self, done: int, measured: StepMetrics) -> None:
         """Fetch a step's scalars, by now computed; log them, and stop a run that went bad."""
         measured = jax.device_get(measured)
         self.rate.step_done()
         self.stop.something_to_save()
-        self.checkpointer.check()
-        done = step + 1
+        self.checkpoints.check()
         session.progress(f"step {done}")
         self.loss = float(measured.loss)
-        learning_rate = float(measured.learning_rate)
         if measured.bad_steps:
             self.progress.message(
                 f"step {done}: loss {self.loss}, gradient norm {float(measured.grad_norm)}: not "
                 "finite, the update was not applied"
             )
             self.metrics.write("event", done, event="skipped", in_a_row=int(measured.bad_steps))
-        if done % self.config.log.every == 0 or done == self.total:
+        if done % self.config.log.every == 0 or done == self.course.total:
             self.metrics.write("train", done, **self._values(done, measured))
-        self.progress.update(done, loss=self.loss, learning_rate=learning_rate)
+        self.progress.update(done, loss=self.loss, learning_rate=float(measured.learning_rate))
         if measured.bad_steps >= self.config.train.max_bad_steps:
-            last = self.checkpointer.latest_step()
+            last = self.checkpoints.latest_step()
             saved = f"the last checkpoint is step {last}" if last else "there is no checkpoint yet"
             raise RunFailed(
                 f"step {done}: {int(measured.bad_steps)} non-finite steps in a row "
@@ -132,7 +172,7 @@ class Loop:
             loss=self.loss,
             learning_rate=float(measured.learning_rate),
             grad_norm=float(measured.grad_norm),
-            tokens=self.tokens_before + done * self.config.tokens_per_step,
+            tokens=self.course.tokens(done, self.config),
             tokens_per_second=rate.tokens_per_second,
             step_seconds=rate.step_seconds,
             data_wait_fraction=rate.data_wait_fraction,
@@ -146,68 +186,61 @@ class Loop:
             values |= {} if share is None else {"mfu": share}
         return values
 
-    def _pause_after(self, step: int) -> bool:
-        done = step + 1
-        c = self.config.checkpoint
-        late = c.every_minutes is not None and (
-            time.monotonic() - self.last_save >= 60 * c.every_minutes
-        )
+    def _due(self, done: int) -> Due:
+        minutes = self.config.checkpoint.every_minutes
+        late = minutes is not None and time.monotonic() - self.last_save >= 60 * minutes
         # Clocks and signals differ between processes; what follows from them must not.
-        self.stopping, late = self.wishes.settle(self.stop.signal or 0, late)
-        milestone = c.keep_every is not None and done % c.keep_every == 0
-        self.eval_is_due = done == self.total or done % self.config.eval.every == 0
-        self.save_is_due = (
-            done == self.total
-            or bool(self.stopping)
-            or done % c.every == 0
-            or milestone
-            or bool(late)
-        )
-        every = self.config.log.energies_every
-        self.energies_are_due = self.probe is not None and done % every == 0
-        return self.save_is_due or self.eval_is_due or self.energies_are_due
+        signal, late = self.wishes.settle(self.stop.signal or 0, late)
+        return due_after(done, self.course.total, self.config, signal=signal, late=bool(late))
 
-    def _describe(self, state: TrainState, batch: dict[str, jax.Array], done: int) -> None:
-        """How the layers descend after `done` steps, on some of the last one's batch."""
-        with self.rate.paused():
-            self.metrics.write("energies", done, **self.probe(state.params, batch))
-        session.progress(f"energies after step {done}")
+    def _pause(
+        self, due: Due, state: TrainState, batch: dict[str, jax.Array] | None, position: Position
+    ) -> Position:
+        """What is due at `position`; the end, if a signal asked for it.
 
-    def _between(self, state: TrainState, done: int) -> None:
-        """Validation and checkpoint after `done` steps; the end, if a signal asked for it."""
-        self.comparable_loss = None
+        batch: the last step's, of which the probe takes some rows.
+        """
+        done, signal, metric = position.step, due.signal, None
+        owed = due.validation
         with self.rate.paused():
-            if self.eval_is_due and not self.stopping:
-                self.eval_is_due = not self._validate(state, done)
-            if self.save_is_due or self.stopping:
-                self._save(state, done)
-        self.checkpointer.check()
-        if self.stopping:
+            if due.energies:
+                self.metrics.write("energies", done, **self.probe(state.params, batch))
+                session.progress(f"energies after step {done}")
+            if owed and not signal:
+                metric, signal = self._validate(state, done)
+                owed = bool(signal)
+            position = replace(position, owes_validation=owed)
+            if due.save or signal:
+                self._save(state, position, metric)
+        self.checkpoints.check()
+        if signal:
             with self.rate.paused():
-                self.checkpointer.wait()
+                self.checkpoints.wait()
             self.progress.message(
-                f"stopped at step {done} of {self.total}; the same command resumes"
+                f"stopped at step {done} of {self.course.total}; the same command resumes"
             )
-            raise SystemExit(128 + self.stopping)
+            raise SystemExit(128 + signal)
+        return position
 
-    def _validate(self, state: TrainState, done: int) -> bool:
-        """Whether it came to its end: a signal breaks it off, in all processes alike."""
+    def _validate(self, state: TrainState, done: int) -> tuple[float | None, int]:
+        """(loss of the part by which checkpoints are compared, 0); (None, signal) if broken off.
 
-        whole = done == self.total
-        of = self.setup.evaluator.batches(whole=whole)
+        A signal breaks it off in all processes alike.
+        """
+        evaluator, whole = self.setup.evaluator, done == self.course.total
+        of = evaluator.batches(whole=whole)
 
         def report(batches: int) -> None:
             session.progress(f"validation after step {done}")
             self.progress.between(f"step {done}: validation, batch {batches}/{of}")
-            self.stopping, _ = self.wishes.settle(self.stop.signal or 0, 0)
-            if self.stopping:
-                raise _BrokenOff
+            signal, _ = self.wishes.settle(self.stop.signal or 0, 0)
+            if signal:
+                raise _BrokenOff(signal)
 
         try:
-            result, common = self.setup.evaluator.with_common(state.params, report, whole=whole)
-        except _BrokenOff:
-            return False
-        self.comparable_loss = common
+            result, common = evaluator.with_common(state.params, report, whole=whole)
+        except _BrokenOff as by:
+            return None, by.args[0]
         self.metrics.write("eval", done, split=self.config.eval.split, **result)
         bits = result["bits_per_byte"]
         shown = "" if bits is None else f", {bits:.4f} bits per byte"
@@ -215,46 +248,40 @@ class Loop:
             f"step {done}: {self.config.eval.split} loss {result['loss']:.4f}, perplexity "
             f"{result['perplexity']:.2f}{shown}"
         )
-        return True
+        return common, 0
 
-    def _save(self, state: TrainState, done: int) -> None:
+    def _save(self, state: TrainState, position: Position, metric: float | None) -> None:
         if session.is_first() and not (self.workdir / "config.json").exists():
             raise RunFailed(
                 f"{self.workdir}: config.json is gone; the directory was removed or replaced while "
                 "the run was at work in it"
             )
-        mixture = self.setup.mixture
-        extra = {
-            **self.origin,
-            "config": self.config.to_dict(),
-            "dataset": mixture.fingerprint,
-            "tokenizer_hash": mixture.tokenizer_hash,
-            "separator": mixture.separator,
-            "tokenizer": base64.b64encode(mixture.load_tokenizer().model_bytes).decode(),
-            "step": done,
-            "tokens": self.tokens_before + done * self.config.tokens_per_step,
-            "windows_consumed": self.setup.loader.consumed(done),
-            "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
-            "owes_validation": self.eval_is_due,
-        }
         self.metrics.sync()
-        measure = self.setup.evaluator.measure
-        self.checkpointer.save(done, state, extra, self.comparable_loss, measure)
+        self.checkpoints.save(state, position, metric, self.setup.evaluator.measure)
         self.last_save = time.monotonic()
         self.wishes.forget()
-        session.progress(f"checkpoint {done}")
+        session.progress(f"checkpoint {position.step}")
 
-    def _profile(self, step: int) -> None:
-        if not self.config.log.profile_steps or not session.is_first():
-            return
-        first, last = self.config.log.profile_steps
-        wanted = first <= step <= last  # a run may begin or end within them
-        if wanted and not self.tracing:
-            jax.profiler.start_trace(str(self.workdir / "profile"))
-        elif self.tracing and not wanted:
+
+class _Profiler:
+    """Traces the steps of log.profile_steps; a run may begin or end within them."""
+
+    def __init__(self, config: Config, workdir: epath.Path):
+        self._steps = config.log.profile_steps if session.is_first() else ()
+        self._folder, self._tracing = str(workdir / "profile"), False
+
+    def before(self, step: int) -> None:
+        wanted = bool(self._steps) and self._steps[0] <= step <= self._steps[1]
+        if wanted and not self._tracing:
+            jax.profiler.start_trace(self._folder)
+        elif self._tracing and not wanted:
             jax.profiler.stop_trace()
-        self.tracing = wanted
+        self._tracing = wanted
+
+    def stop(self) -> None:
+        if self._tracing:
+            jax.profiler.stop_trace()
 
 
 class _BrokenOff(Exception):
-    """A signal came during a validation."""
+    """A signal, the argument, came during a validation."""

@@ -1,13 +1,14 @@
-"""What may differ between a run and its continuation, and by which rule the run then goes on.
+"""What may differ between a run and its continuation, and how the run then continues.
 
-A run whose batch, context or schedule changed goes on with its parameters, its optimizer state and
-its step. With train.steps, it ends at that step, and the learning rate is the new schedule's at the
-step it is at. With train.tokens, it ends at the step nearest to so many tokens, and the learning
-rate is the new schedule's at the share of them that were seen. The data go on at the first
-window that was not consumed; windows of another length as many tokens into their order.
+A run whose batch, context or schedule changed keeps its parameters, its optimizer state and its
+step. With train.steps, it ends at that step, and the learning rate is the new schedule's at the
+current step. With train.tokens, it ends at the step nearest to that many tokens, and the learning
+rate is the new schedule's at the share of them that was seen. The data continue at the first window
+that was not consumed; windows of another length, as many tokens into their order.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from etils import epath
 
 from cem_jax.config import Config, OptimizerConfig, differences, leaves
 from cem_jax.errors import UserError
-from cem_jax.runs.directory import read_config
+from cem_jax.runs.position import Position
 from cem_jax.train.optimizer import learning_rate
 
 # These change neither the model nor the data it sees.
@@ -36,7 +37,7 @@ FREE_FIELDS = (
     "train.stall_minutes",
 )
 
-# These change what the coming steps do, and are told.
+# These change what the coming steps do; changes are reported.
 RULED_FIELDS = (
     "train.steps",
     "train.tokens",
@@ -51,120 +52,139 @@ def is_free(field: str) -> bool:
     return field.partition(".")[0] in FREE_SECTIONS or field in FREE_FIELDS
 
 
-def check_same_run(workdir: epath.Path, config: Config) -> Config:
-    """The configuration that the run in `workdir` was last begun with; `config` if it holds none.
+def as_recorded(present: Config, position: Position) -> Config:
+    """`present` with the fields of its checkpoint, except for free ones and the data's location."""
 
-    Raises UserError, naming the fields, when that is another run's.
-    """
-    folder = workdir / "checkpoints"
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: is a file, where a run has a directory; use another --workdir")
-    present = read_config(workdir)
-    if present is None:
-        if folder.exists():
-            raise UserError(
-                f"{workdir}: has checkpoints/ but no config.json; put it back (each checkpoint's "
-                f"info/metadata holds its fields, under extra), or use another --workdir"
-            )
-        return config
-    changed = [d for d in differences(present, config) if _kind(d) == "fixed"]
-    if changed:
+    def chosen(values: Mapping[str, Any], recorded: Mapping[str, Any], prefix: str) -> dict:
+        return {
+            name: chosen(value, recorded.get(name, {}), f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else value
+            if is_free(prefix + name) or prefix + name == "data.mixture"
+            else recorded.get(name, value)
+            for name, value in values.items()
+        }
+
+    return Config.from_dict(chosen(present.to_dict(), position.config, ""))
+
+
+def other_model(recorded: Config, other: Config) -> list[str]:
+    """`field: value -> other value` of the fields in which a run's continuation must not differ."""
+    named = ((line.partition(":")[0], line) for line in differences(recorded, other))
+    return [line for name, line in named if not is_free(name) and name not in RULED_FIELDS]
+
+
+def require_same_run(workdir: epath.Path, recorded: Config, now: Config) -> None:
+    """Raise UserError, naming the fields, when `now` does not continue the run of `recorded`."""
+    if changed := other_model(recorded, now):
         raise UserError(
             f"{workdir}: belongs to a run of another configuration; use another --workdir, or "
             "undo these changes (there -> now)",
             *changed,
         )
-    return present
+
+
+def edited_config(workdir: epath.Path, present: Config, position: Position) -> str | None:
+    """What to say where config.json is not what the checkpoint was trained with, None if it is."""
+    recorded = as_recorded(present, position)
+    changed = other_model(present, recorded)
+    if present.data.context != recorded.data.context:
+        changed.append(f"data.context: {present.data.context} -> {recorded.data.context}")
+    if not changed:
+        return None
+    return (
+        f"{workdir / 'config.json'} is not what checkpoint {position.step} was trained with; what "
+        f"the checkpoint recorded counts (config.json -> checkpoint): {'; '.join(changed)}"
+    )
 
 
 def changes(before: Config, now: Config) -> dict[str, tuple]:
-    """The fields that are told when they change: name -> (before, now)."""
+    """The changed fields that are reported: name -> (before, now)."""
     old, new = leaves(before), leaves(now)
     return {name: (old[name], new[name]) for name in RULED_FIELDS if old[name] != new[name]}
 
 
-def surplus(config: Config, extra: Mapping[str, Any]) -> int:
-    """Tokens seen up to the checkpoint that holds `extra`, beyond those of as many steps of now."""
-    as_now = extra.get("step", 0) * config.tokens_per_step
-    return extra.get("tokens", as_now) - as_now
+@dataclass(frozen=True)
+class Course:
+    """How a run continues from a position.
 
+    start, total: steps.
+    ahead: steps by which the schedule is shifted, because earlier steps had another size.
+    surplus: tokens seen so far minus `start` times the tokens per step now.
+    window: number of the next window to train on.
+    """
 
-def length(config: Config, extra: Mapping[str, Any]) -> tuple[int, float]:
-    """(total steps, `ahead` of the schedule) of a run that goes on where the checkpoint is that
-    holds `extra`; from the beginning for an empty one."""
-    if config.train.steps is not None:
-        return config.total_steps, 0.0
-    more, per_step = surplus(config, extra), config.tokens_per_step
-    return config.train.total_steps(per_step, more), more / per_step
+    start: int
+    total: int
+    ahead: float
+    surplus: int
+    window: int
+
+    @classmethod
+    def of(cls, position: Position, config: Config) -> "Course":
+        """Under `config`, from `position`."""
+        step, per_step = position.step, config.tokens_per_step
+        surplus = 0 if position.tokens is None else position.tokens - step * per_step
+        total, ahead = config.total_steps, 0.0
+        if config.train.steps is None:
+            total, ahead = config.train.total_steps(per_step, surplus), surplus / per_step
+        window = position.windows_consumed
+        if window and position.context != config.data.context:
+            window = window * position.context // config.data.context
+        return cls(step, total, ahead, surplus, window)
+
+    def tokens(self, step: int, config: Config) -> int:
+        """Targets seen up to `step`."""
+        return self.surplus + step * config.tokens_per_step
+
+    def rate(self, config: Config) -> float:
+        """The learning rate of the next step."""
+        at = jnp.asarray(min(self.start, self.total - 1), jnp.int32)
+        return float(learning_rate(at, config.optimizer, self.total, self.ahead))
 
 
 def require_steps_left(
-    workdir: epath.Path, extra: Mapping[str, Any], before: Config, now: Config
+    workdir: epath.Path, position: Position, before: Config, now: Config
 ) -> None:
-    """Raises UserError for a finished run, whose last checkpoint holds `extra`, where batch,
-    context or schedule changed."""
-    told = [f"{name}: {old!r} -> {new!r}" for name, (old, new) in changes(before, now).items()]
-    if told:
-        is_at, end, field = f"step {extra['step']}", f"step {now.train.steps}", "train.steps"
+    """Raise UserError for a run that has finished, at `position`, under changed ruled fields."""
+    changed = changes(before, now)
+    if changed:
+        is_at, end, field = f"step {position.step}", f"step {now.train.steps}", "train.steps"
         if now.train.steps is None:
-            is_at += f", {extra['tokens']:,} tokens"
+            is_at += f", {position.tokens:,} tokens"
             end, field = f"{now.train.tokens:,} tokens", "train.tokens"
         raise UserError(
             f"{workdir}: the run is at {is_at}, and with these changes it ends at {end}; raise "
             f"{field}, or undo them (there -> now)",
-            *told,
+            *(f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items()),
         )
 
 
-def windows_consumed(extra: Mapping[str, Any], now: Config) -> int:
-    """The window number at which the run goes on whose checkpoint holds `extra`."""
-    consumed, length = extra["windows_consumed"], extra["config"]["data"]["context"]
-    return consumed if length == now.data.context else consumed * length // now.data.context
-
-
-def rule(extra: Mapping[str, Any], consumed: int, before: Config, now: Config) -> list[str]:
-    """How the run goes on under `now`: a line for each thing that is not as before.
-
-    Args:
-      extra: of the checkpoint that it goes on from.
-      consumed: the window number at which it goes on.
-    """
+def report_changes(position: Position, before: Config, now: Config) -> list[str]:
+    """How the run continues from `position` under `now`: a line for each thing that changed."""
     changed = changes(before, now)
     if not changed:
         return []
-    step = extra["step"]
+    step = position.step
     lines = [
         f"{name}: {old!r} -> {new!r} from step {step} on" for name, (old, new) in changed.items()
     ]
-    rates = [_rate(extra, config) for config in (before, now)]
-    ends = [length(config, extra)[0] for config in (before, now)]
-    if rates[0] != rates[1] or ends[0] != ends[1]:
+    old, new = Course.of(position, before), Course.of(position, now)
+    old_rate, new_rate = old.rate(before), new.rate(now)
+    if old_rate != new_rate or old.total != new.total:
         at = f"step {step}"
         if now.train.steps is None:
-            at = f"{extra['tokens']:,} of {now.train.tokens:,} tokens"
+            at = f"{position.tokens:,} of {now.train.tokens:,} tokens"
         lines.append(
-            f"schedule: the new one's at {at}: learning rate {rates[1]:.4g}, was {rates[0]:.4g}; "
-            f"the end is step {ends[1]}, was {ends[0]}"
+            f"schedule: switches to the new one at {at}; learning rate {old_rate:.4g} -> "
+            f"{new_rate:.4g}, last step {old.total} -> {new.total}"
         )
-    place = f"step {step} begins with window {consumed} of the order"
+    begins = f"step {step} begins with window {new.window} of the order"
     if "data.context" in changed:
         lines.append(
-            f"data: windows of another length are cut and shuffled anew; {place}, as many tokens "
+            f"data: windows of another length are cut and shuffled anew; {begins}, as many tokens "
             "into it: some of this epoch's may come again, others be left out"
         )
     elif "train.global_batch" in changed:
-        lines.append(f"data: {place}, the first that was not seen")
+        lines.append(f"data: {begins}, the first that was not seen")
     return lines
-
-
-def _rate(extra: Mapping[str, Any], config: Config) -> float:
-    total, ahead = length(config, extra)
-    at = jnp.asarray(min(extra["step"], total - 1), jnp.int32)
-    return float(learning_rate(at, config.optimizer, total, ahead))
-
-
-def _kind(difference: str) -> str:
-    field = difference.partition(":")[0]
-    if is_free(field):
-        return "free"
-    return "ruled" if field in RULED_FIELDS else "fixed"

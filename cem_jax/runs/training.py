@@ -1,14 +1,17 @@
 """Training: from the first batch, or the newest checkpoint, to the last one.
 
-What is checked, restored and written around the loop (`stepping`). With several processes all run
-this in step; the first one alone writes and reports.
+What is checked, restored and written around the `loop`. With several processes all run this in
+step; the first one alone writes and reports.
 """
 
+import base64
 import io
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, TextIO
 
 from etils import epath
 
@@ -16,29 +19,33 @@ from cem_jax.config import Config
 from cem_jax.distributed import session
 from cem_jax.distributed.cluster import Cluster
 from cem_jax.errors import UserError
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.checkpoints import Info, Writer
 from cem_jax.runs.directory import (
     agreed_facts,
     only_writer,
+    present_config,
     require_nothing_lost,
     with_absolute_paths,
     write_run_files,
 )
-from cem_jax.runs.init_from import ORIGIN, initialised_from, require_origin, require_same_start
+from cem_jax.runs.init_from import initialised_from, require_origin, require_same_start
 from cem_jax.runs.loop import Loop
 from cem_jax.runs.metrics import MetricsWriter, SilentMetrics
+from cem_jax.runs.position import Position
 from cem_jax.runs.resume import (
+    Course,
+    as_recorded,
     changes,
-    check_same_run,
-    length,
+    edited_config,
+    report_changes,
+    require_same_run,
     require_steps_left,
-    rule,
-    windows_consumed,
 )
+from cem_jax.runs.setup import Setup, prepare_run
 from cem_jax.runs.signals import Stop, watched
 from cem_jax.storage.paths import place
 from cem_jax.storage.remote import is_url
-from cem_jax.train.setup import Setup, fresh_state, prepare_run
+from cem_jax.train.setup import fresh_state
 from cem_jax.train.step import TrainState
 
 
@@ -65,70 +72,137 @@ def train(
     workdir: str | os.PathLike[str],
     *,
     init_from: str | None = None,
-    stream=None,
+    stream: TextIO | None = None,
     stop: Stop | None = None,
+    after_step: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Trains to the end and returns {step, loss, checkpoint}.
+    """Train to the end and return {step, loss, checkpoint}.
 
     Continues a run that `workdir` holds; else begins with fresh parameters, or with those of the
-    run in `init_from`. Raises UserError, before anything is written, for what the user got wrong;
-    RunFailed when the run cannot go on. `stop`: watched by the caller; None: signals are watched
-    here.
+    run in `init_from`.
+
+    Args:
+      stream: where progress goes (default: stderr).
+      stop: watched by the caller; None: signals are watched here.
+      after_step: called with the number of steps done, when each step has been dispatched.
+
+    Raises:
+      UserError: before anything is written, for what the user got wrong.
+      RunFailed: the run cannot continue.
     """
     stream = stream or _stderr()
     say = lambda line: print(f"cem: {line}", file=stream, flush=True)
     own = lambda: watched(Stop(config.checkpoint.grace_seconds, session.leave, say))
     with own() if stop is None else nullcontext(stop) as stop:
-        return _train(with_absolute_paths(config), place(workdir), init_from, stream, say, stop)
+        config = with_absolute_paths(config)
+        return _train(config, place(workdir), init_from, stream, say, stop, after_step)
 
 
-def _train(config: Config, workdir: epath.Path, init_from, stream, say, stop) -> dict[str, Any]:
+def _train(config: Config, workdir: epath.Path, init_from, stream, say, stop, after_step):
     if config.log.profile_steps and is_url(workdir):
         raise UserError("log.profile_steps: profiles go to local directories; --workdir is a URL")
     setup = prepare_run(config)
-    before = check_same_run(workdir, config)
+    present = present_config(workdir) or config
     fingerprint = setup.mixture.fingerprint
-    session.agree(lambda: agreed_facts(config, fingerprint, _newest(workdir), init_from))
-    with only_writer(workdir), Checkpointer(workdir / "checkpoints", **_kept(config)) as saved:
-        state, extra, origin = _start(setup, saved, before, init_from, say)
-        start, (total, _) = int(state.step), length(config, extra)
-        owes_validation = extra.get("owes_validation", False)
-        consumed = windows_consumed(extra, config) if start else 0
-        setup = setup._replace(loader=setup.loader.resumed(start, consumed))
-        session.progress(f"step {start}, before the first one here")
-        if start >= total:
-            require_steps_left(workdir, extra, before, config)
-        if start >= total and not owes_validation:
-            if session.is_first() and before != config:  # the data has moved
-                write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
-            print(f"finished: {workdir} is at step {start} of {total}", file=stream)
-            return _result(start, extra.get("loss"), saved)
+    with only_writer(workdir), Writer(workdir / "checkpoints", **_kept(config)) as checkpoints:
+        session.agree(
+            lambda: agreed_facts(config, fingerprint, checkpoints.latest_step(), init_from)
+        )
+        state, position, origin = _start(setup, checkpoints, present, init_from, say)
+        course = Course.of(position, config)
+        resumed = setup.loader.resumed(course.start, course.window)
+        setup = setup._replace(loader=resumed)
+        session.progress(f"step {course.start}, before the first one here")
+        tokenizer_model = setup.mixture.load_tokenizer().model_bytes
+        if course.start >= course.total:
+            require_steps_left(workdir, position, present, config)
+            if not position.owes_validation:
+                if session.is_first() and present != config:  # the data has moved
+                    write_run_files(workdir, config, tokenizer_model)
+                print(
+                    f"finished: {workdir} is at step {course.start} of {course.total}", file=stream
+                )
+                return _result(position, checkpoints)
         # Before config.json: what the old lines prove was saved, its checkpoint.every tells.
-        due = ("eval",) if owes_validation else ()
-        with _metrics(workdir, config, start, due) as metrics:
+        with _metrics(workdir, config, position) as metrics:
             # before config.json too: a run without it has not begun
             if origin is not None:
-                metrics.write("event", start, event="initialised", **origin)
+                metrics.write("event", position.step, event="initialised", **origin)
             if session.is_first():
-                write_run_files(workdir, config, setup.mixture.load_tokenizer().model_bytes)
+                write_run_files(workdir, config, tokenizer_model)
             session.await_file(workdir / "config.json")
-            loop = Loop(setup, workdir, saved, metrics, stream, stop, extra)
-            loop.announce(start)
-            _record(extra, consumed, before, config, metrics, say)
-            loss = loop.run(state, start, owes_validation)
-        saved.wait()
-        return _result(total, loss, saved)
+            loop = Loop(setup, workdir, checkpoints, metrics, course, stop, stream)
+            loop.announce()
+            if course.start:
+                for line in report_changes(position, present, config):
+                    say(line)
+                for name, (old, new) in changes(present, config).items():
+                    values = dict(field=name, before=old, after=new)
+                    metrics.write("event", course.start, event="changed", **values)
+            now = replace(
+                position,
+                config=config.to_dict(),
+                dataset=fingerprint,
+                tokenizer_hash=setup.mixture.tokenizer_hash,
+                separator=setup.mixture.separator,
+                tokenizer=base64.b64encode(tokenizer_model).decode(),
+            )
+            end = loop.run(state, now, after_step or (lambda done: None))
+        checkpoints.wait()
+        return _result(end, checkpoints)
 
 
-def _record(extra, consumed: int, before, config: Config, metrics, say) -> None:
-    """Tells and writes down what is not as before."""
-    start = extra.get("step", 0)
-    if not start:
-        return
-    for line in rule(extra, consumed, before, config):
-        say(line)
-    for name, (old, new) in changes(before, config).items():
-        metrics.write("event", start, event="changed", field=name, before=old, after=new)
+def _start(
+    setup: Setup, checkpoints: Writer, present: Config, init_from: str | None, say
+) -> tuple[TrainState, Position, dict[str, Any] | None]:
+    """(state, position, record of --init-from): the newest undamaged checkpoint's, or step 0."""
+    workdir = checkpoints.directory.parent
+    if checkpoints.latest_step() is None:
+        require_same_run(workdir, present, setup.config)
+        session.shared("what is lost", lambda: _require_new(checkpoints, present, init_from))
+        if init_from is None:
+            start = Position(0, tokens=0, initialised_from=None)
+            return fresh_state(setup.config, setup.state), start, None
+        state, record = initialised_from(setup, init_from, say)
+        return state, Position(0, tokens=0, initialised_from=str(place(init_from))), record
+
+    def continued(info: Info) -> TrainState:
+        """What is to be read; refuses a checkpoint that this run cannot continue from."""
+        position = info.position
+        if position.imported:
+            raise _no_optimizer_state(workdir)
+        require_same_run(workdir, as_recorded(present, position), setup.config)
+        if position.dataset != setup.mixture.fingerprint:
+            raise _other_dataset(position.dataset, setup.mixture.fingerprint)
+        return setup.state
+
+    state, info = checkpoints.restore(None, continued)
+    if init_from is not None:
+        require_origin(workdir, info.position, init_from, say)
+    if edited := edited_config(workdir, present, info.position):
+        say(f"warning: {edited}")
+    return state, info.position, None
+
+
+def _require_new(checkpoints: Writer, present: Config, init_from: str | None) -> None:
+    """Raises UserError where a run without a checkpoint is not to be begun again like this."""
+    workdir = checkpoints.directory.parent
+    require_nothing_lost(workdir, checkpoints.once_complete, present)
+    require_same_start(workdir, init_from)
+
+
+def _no_optimizer_state(workdir: epath.Path) -> UserError:
+    return UserError(
+        f"{workdir}: was made by `cem import` and holds parameters, but no optimizer state that "
+        f"training could resume with; begin another run with `--init-from {workdir}`"
+    )
+
+
+def _other_dataset(found: str | None, now: str) -> UserError:
+    return UserError(
+        f"data.path: the run was trained on dataset {found}, this is {now}; resume with the "
+        "dataset it began with, or start another --workdir"
+    )
 
 
 def _kept(config: Config) -> dict[str, Any]:
@@ -136,10 +210,9 @@ def _kept(config: Config) -> dict[str, Any]:
     return dict(keep=c.keep, keep_best=c.keep_best, keep_every=c.keep_every)
 
 
-def _newest(workdir: epath.Path) -> int | None:
-    quiet = dict(keep=1, keep_best=False, report=lambda line: None)
-    with Checkpointer(workdir / "checkpoints", **quiet) as found:
-        return found.latest_step()
+def _result(position: Position, checkpoints: Writer) -> dict[str, Any]:
+    checkpoint = checkpoints.directory / str(checkpoints.latest_step())
+    return {"step": position.step, "loss": position.loss, "checkpoint": str(checkpoint)}
 
 
 def _stderr():
@@ -154,57 +227,9 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-def _metrics(workdir: epath.Path, config: Config, start: int, due) -> MetricsWriter | SilentMetrics:
+def _metrics(workdir: epath.Path, config: Config, position: Position):
     if not session.is_first():
         return SilentMetrics()
+    due = ("eval",) if position.owes_validation else ()
     board = config.log.tensorboard
-    return MetricsWriter(workdir, tensorboard=board, resume_step=start, due=due)
-
-
-def _start(
-    setup: Setup, checkpointer: Checkpointer, before: Config, init_from: str | None, say
-) -> tuple[TrainState, dict[str, Any], dict[str, Any] | None]:
-    """(state, extra, origin): the newest sound checkpoint, or step 0."""
-    workdir = checkpointer.directory.parent
-    if checkpointer.latest_step() is None:
-        session.shared("what is lost", lambda: _require_new(checkpointer, before, init_from))
-        if init_from is None:
-            return fresh_state(setup), {ORIGIN: None}, None
-        state, origin = initialised_from(setup, init_from, say)
-        return state, {ORIGIN: str(place(init_from))}, origin
-    extra = checkpointer.read_extra()
-    if extra.get("imported"):
-        raise _no_optimizer_state(workdir)
-    if init_from is not None:
-        require_origin(workdir, extra, init_from, say)
-    state, extra, _ = checkpointer.restore(None, setup.state)
-    found, now = extra["dataset"], setup.mixture.fingerprint
-    if found != now:
-        raise _other_dataset(found, now)
-    return state, extra, None
-
-
-def _require_new(checkpointer: Checkpointer, before: Config, init_from: str | None) -> None:
-    """Raises UserError where a run without a checkpoint is not to be begun again like this."""
-    workdir = checkpointer.directory.parent
-    require_nothing_lost(workdir, checkpointer.once_complete(), before)
-    require_same_start(workdir, init_from)
-
-
-def _no_optimizer_state(workdir: epath.Path) -> UserError:
-    return UserError(
-        f"{workdir}: was made by `cem import` and holds parameters, but no optimizer state that "
-        f"training could go on with; begin another run with `--init-from {workdir}`"
-    )
-
-
-def _other_dataset(found: str, now: str) -> UserError:
-    return UserError(
-        f"data.path: the run was trained on dataset {found}, this is {now}; resume with the "
-        "dataset it began with, or start another --workdir"
-    )
-
-
-def _result(step: int, loss: float | None, checkpointer: Checkpointer) -> dict[str, Any]:
-    checkpoint = checkpointer.directory / str(checkpointer.latest_step())
-    return {"step": step, "loss": loss, "checkpoint": str(checkpoint)}
+    return MetricsWriter(workdir, tensorboard=board, resume_step=position.step, due=due)

@@ -9,7 +9,7 @@ one object before its parts go.
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from etils import epath
 
@@ -123,11 +123,14 @@ def remove(path: epath.Path) -> None:
     doomed.rmtree()
 
 
-def doomed(directory: epath.Path) -> set[str]:
-    """Names in `directory` of what was about to be removed when its process was killed."""
-    if not is_url(directory):
-        return set()
-    return {p.read_text() for p in entries(directory) if p.name.endswith(f".{_DOOMED}")}
+def doomed(listed: Iterable[epath.Path]) -> set[str]:
+    """Names of what is being removed, or was when its process was killed, by `listed` markers."""
+    names = set()
+    for path in listed:
+        if is_url(path) and path.name.endswith(f".{_DOOMED}"):
+            with contextlib.suppress(FileNotFoundError):  # removed to its end meanwhile
+                names.add(path.read_text())
+    return names
 
 
 def finish_removal(leftover: epath.Path) -> None:

@@ -1,21 +1,17 @@
-"""Everything a run needs, checked before any of it starts or is written."""
+"""The mesh of a configuration, and how state, batch and step are laid out over it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from cem_jax.config import Config, mesh_sizes, split_sizes
-from cem_jax.data.dataset.checks import check_token_ids
-from cem_jax.data.dataset.loader import TrainLoader
-from cem_jax.data.dataset.mixture import Mixture, open_mixture, open_source, single
-from cem_jax.distributed.session import global_arrays, local_rows, together
+from cem_jax.distributed.session import global_arrays, together
 from cem_jax.errors import UserError
 from cem_jax.kernels import Unavailable
 from cem_jax.model import pure
-from cem_jax.runs.jax_settings import configure_jax
 from cem_jax.sharding.divide import undivided
 from cem_jax.sharding.mesh import (
     batch_sharding,
@@ -26,65 +22,8 @@ from cem_jax.sharding.mesh import (
     replicated,
     shardings,
 )
-from cem_jax.train.evaluator import Evaluator
 from cem_jax.train.loss import sum_of_losses
 from cem_jax.train.step import TrainState, initial_state, make_train_step
-
-
-class Setup(NamedTuple):
-    """A run that may start."""
-
-    config: Config
-    mixture: Mixture
-    loader: TrainLoader
-    evaluator: Evaluator
-    mesh: Mesh
-    state: TrainState  # abstract: shapes, dtypes and shardings
-
-
-def prepare_run(config: Config) -> Setup:
-    """Opens the data, lays the state over the devices. Raises UserError with what does not fit."""
-    config.total_steps  # noqa: B018 - raises when the config does not say how long
-    configure_jax(config)
-    mixture = open_data(config)
-    mesh = lay_out(config)
-    loader = TrainLoader(
-        mixture,
-        context=config.data.context,
-        global_batch=config.train.global_batch,
-        seed=config.data.shuffle_seed,
-        document_mask=config.data.document_mask,
-        prefetch=config.data.prefetch,
-        rows=local_rows(batch_sharding(mesh), config.train.global_batch),
-    )
-    evaluator = Evaluator(config, mixture, config.eval.split, limit=config.eval.batches, mesh=mesh)
-    return Setup(config, mixture, loader, evaluator, mesh, abstract_state(config, mesh))
-
-
-def open_data(config: Config) -> Mixture:
-    """The dataset or mixture of the configuration, found to fit the model."""
-    if config.data.mixture:
-        mixture = open_mixture(config.data.mixture)
-    elif config.data.path:
-        mixture = single(open_source(config.data.path))
-    else:
-        raise UserError("data.path: not set; name a directory that `cem prepare` wrote")
-    problems = []
-    if mixture.separator != config.data.separator:
-        problems.append(
-            f"data.separator: {config.data.separator}, but the dataset was prepared with "
-            f"{mixture.separator}"
-        )
-    if mixture.vocab_size > config.model.vocab_size:
-        problems.append(
-            f"model.vocab_size: {config.model.vocab_size} is smaller than the dataset's tokenizer, "
-            f"{mixture.vocab_size}"
-        )
-    if problems:
-        raise UserError(*problems)
-    for dataset in mixture.sources:
-        check_token_ids(dataset)
-    return mixture
 
 
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
@@ -106,13 +45,13 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
     return jax.tree.map(with_sharding, abstract, placed)
 
 
-def fresh_state(setup: Setup) -> TrainState:
-    """Step 0, each device making its own part."""
-    out = jax.tree.map(lambda leaf: leaf.sharding, setup.state)
+def fresh_state(config: Config, abstract: TrainState) -> TrainState:
+    """Draw the state of step 0, laid out as `abstract`; each device makes its own part."""
+    out = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     # Drawn once: on CPU, LLVM's optimiser would take seconds for what then runs in milliseconds;
     # and its vectors round otherwise than what is left of a loop: the bits would follow the mesh.
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    make = jax.jit(lambda: initial_state(setup.config), out_shardings=out, compiler_options=quick)
+    make = jax.jit(lambda: initial_state(config), out_shardings=out, compiler_options=quick)
     return together("the initial state", make)()
 
 

@@ -156,7 +156,8 @@ def test_all_skip_a_step_that_is_not_finite_in_one_process_and_stop_together(dat
             assert "step 10: 3 non-finite steps in a row" in group.output(index)
     events = [line for line in read_metrics(workdir) if line["kind"] == "event"]
     assert [(e["step"], e["in_a_row"]) for e in events] == [(5, 1), (8, 1), (9, 2), (10, 3)]
-    parameters, step = Run.open(workdir).parameters()
+    run = Run.open(workdir)
+    parameters, step = run.parameters, run.step
     assert step in (6, 8, 10)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(parameters))
 

@@ -11,7 +11,6 @@ SCRIPT = """
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
 import numpy as np
-from types import SimpleNamespace
 from cem_jax.config import load_config
 from cem_jax.sharding.mesh import in_mesh, make_mesh
 from cem_jax.train.setup import abstract_state, fresh_state, place_batch
@@ -28,7 +27,7 @@ def losses(sizes, changes):
     count = int(np.prod(list(sizes.values())))
     mesh = make_mesh(sizes, jax.devices()[:count])
     wanted = abstract_state(config, mesh)
-    state = fresh_state(SimpleNamespace(config=config, state=wanted))
+    state = fresh_state(config, wanted)
     out = (jax.tree.map(lambda leaf: leaf.sharding, wanted), None)
     step = jax.jit(make_train_step(config, 20, 8), donate_argnums=0, out_shardings=out)
     step = in_mesh(mesh, step)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from cem_jax.runs.position import Position
+
 
 class TrainState(NamedTuple):
     params: dict
@@ -38,5 +40,5 @@ def assert_same(left, right):
 
 def save_all(checkpointer, *steps):
     for step in steps:
-        checkpointer.save(step, make_state(step), {"note": step})
+        checkpointer.save(make_state(step), Position(step, loss=float(step)))
     checkpointer.wait()

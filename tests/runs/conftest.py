@@ -3,7 +3,7 @@
 import pytest
 from tiny import tiny_dataset
 
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.checkpoints import Writer
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def opened(tmp_path, lines):
 
     def open_one(keep=3, keep_best=True, keep_every=None):
         kept = dict(keep=keep, keep_best=keep_best, keep_every=keep_every)
-        made.append(Checkpointer(tmp_path / "c", **kept, report=lines.append))
+        made.append(Writer(tmp_path / "c", **kept, report=lines.append))
         return made[-1]
 
     yield open_one

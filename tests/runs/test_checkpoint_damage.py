@@ -17,7 +17,8 @@ from checkpoint_states import abstract, assert_same, make_state, save_all
 from tiny import tiny_dataset
 
 from cem_jax.errors import RunFailed, UserError
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.checkpoints import Writer
+from cem_jax.runs.position import Position
 
 
 def cut(path: Path):
@@ -47,9 +48,8 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_it_used(
     target = largest if which == LARGEST else folder / which
     harm(target if target.exists() else folder / "state" / which)
     checkpointer = opened(keep=2)
-    state, extra, step = checkpointer.restore(None, abstract(make_state()))
-    assert step == 2
-    assert extra == {"note": 2}
+    state, info = checkpointer.restore(None, abstract(make_state()))
+    assert info.position == Position(2, loss=2.0)
     assert_same(state, make_state(2))
     named = [line for line in lines if "3" in line]
     assert named and ("damaged" in named[0] or "not a complete" in named[0])
@@ -57,7 +57,7 @@ def test_a_damaged_newest_one_is_named_and_the_one_before_it_used(
     with pytest.raises(UserError, match="checkpoint 3 in"):
         opened().restore(3, abstract(make_state()))
     # The damaged one must not count as one of the newest two.
-    checkpointer.save(4, make_state(4), {})
+    checkpointer.save(make_state(4), Position(4))
     checkpointer.wait()
     assert checkpointer.steps() == [2, 4]
 
@@ -70,7 +70,7 @@ def test_all_damaged_is_an_error_that_lists_them(opened, lines, tmp_path):
         opened().restore(None, abstract(make_state()))
     assert len(error.value.messages) == 2
     with pytest.raises(UserError, match="info/metadata has been altered"):
-        opened().read_extra()
+        opened().info(2)
 
 
 def test_a_copied_run_directory_restores(opened, tmp_path):
@@ -79,7 +79,7 @@ def test_a_copied_run_directory_restores(opened, tmp_path):
     shutil.rmtree(tmp_path / "c")
     for marker in (tmp_path / "copy").rglob("commit_success.txt"):
         marker.unlink()
-    with Checkpointer(tmp_path / "copy", keep=1, keep_best=False) as copy:
+    with Writer(tmp_path / "copy", keep=1, keep_best=False) as copy:
         assert_same(copy.restore(None, abstract(make_state()))[0], make_state(2))
 
 
@@ -98,17 +98,17 @@ def test_a_save_that_fails_in_the_background_ends_the_run(opened, monkeypatch, t
     def full(directory):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cem_jax.runs.checkpoint.write_checksums", full)
-    for surface in (checkpointer.wait, lambda: checkpointer.save(3, make_state(), {})):
-        checkpointer.save(2, make_state(2), {})
+    monkeypatch.setattr("cem_jax.runs.checkpoints.write_checksums", full)
+    for surface in (checkpointer.wait, lambda: checkpointer.save(make_state(), Position(3))):
+        checkpointer.save(make_state(2), Position(2))
         with pytest.raises(RunFailed, match=r"checkpoint 2 .*No space left.*newest complete is 1"):
             surface()
-    checkpointer.save(2, make_state(2), {})
+    checkpointer.save(make_state(2), Position(2))
     with pytest.raises(RunFailed, match="No space left"):
         for _ in range(10_000):
             checkpointer.check()
             checkpointer._orbax._async_manager._thread.join(0.01)
-    assert opened().restore(None, abstract(make_state()))[2] == 1
+    assert opened().restore(None, abstract(make_state()))[1].step == 1
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["1"]
 
 
@@ -118,14 +118,15 @@ def test_a_full_disk_ends_the_run(tmp_path):
         import resource, signal, sys
         import jax
         from cem_jax.errors import RunFailed
-        from cem_jax.runs.checkpoint import Checkpointer
+        from cem_jax.runs.checkpoints import Writer
+        from cem_jax.runs.position import Position
 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG instead
-        checkpointer = Checkpointer(sys.argv[1], keep=3, keep_best=False)
-        checkpointer.save(1, {"w": jax.random.normal(jax.random.key(1), (100,))}, {})
+        checkpointer = Writer(sys.argv[1], keep=3, keep_best=False)
+        checkpointer.save({"w": jax.random.normal(jax.random.key(1), (100,))}, Position(1))
         checkpointer.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        checkpointer.save(2, {"w": jax.random.normal(jax.random.key(2), (100_000,))}, {})
+        checkpointer.save({"w": jax.random.normal(jax.random.key(2), (100_000,))}, Position(2))
         try:
             checkpointer.close()
         except RunFailed as error:
@@ -177,8 +178,8 @@ def test_a_run_on_a_full_disk_ends_with_a_plain_line(small_disk, tmp_path):
     assert 2 <= last == failed - 2
     steps = [int(number) for number in re.findall(r"step (\d+)/1000", done.stderr)]
     assert max(steps, default=0) < 100  # it did not go on without checkpoints
-    with Checkpointer(small_disk / "run" / "checkpoints", keep=1, keep_best=False) as found:
-        assert found.steps()[-1] == last == found.read_extra()["step"]
+    with Writer(small_disk / "run" / "checkpoints", keep=1, keep_best=False) as found:
+        assert found.steps()[-1] == last == found.info(last).position.step
     names = os.listdir(small_disk / "run" / "checkpoints")
     assert all(name.isdecimal() for name in names)  # what was half written has gone
 
@@ -186,24 +187,25 @@ def test_a_run_on_a_full_disk_ends_with_a_plain_line(small_disk, tmp_path):
 def test_a_directory_that_cannot_be_made_ends_the_run(tmp_path):
     (tmp_path / "file").write_text("")
     with (
-        Checkpointer(tmp_path / "file" / "c", keep=1, keep_best=False) as checkpointer,
+        Writer(tmp_path / "file" / "c", keep=1, keep_best=False) as checkpointer,
         pytest.raises(RunFailed, match="checkpoint 1 could not be written"),
     ):
-        checkpointer.save(1, make_state(), {})
+        checkpointer.save(make_state(), Position(1))
 
 
 KILLED = """
     import os, signal, sys, threading
     import jax
-    from cem_jax.runs.checkpoint import Checkpointer
+    from cem_jax.runs.checkpoints import Writer
+    from cem_jax.runs.position import Position
 
     directory, delay = sys.argv[1], float(sys.argv[2])
     state = lambda step: {"w": jax.random.normal(jax.random.key(step), (1000, 500))}
-    checkpointer = Checkpointer(directory, keep=1, keep_best=False)
-    checkpointer.save(1, state(1), {"note": 1})
+    checkpointer = Writer(directory, keep=1, keep_best=False)
+    checkpointer.save(state(1), Position(1, loss=1.0))
     checkpointer.wait()
     for step in range(2, 100):
-        checkpointer.save(step, state(step), {"note": step})
+        checkpointer.save(state(step), Position(step, loss=float(step)))
         if step == 3:
             threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
 """
@@ -216,12 +218,13 @@ def test_killed_while_saving(tmp_path, delay):
     assert done.returncode == -signal.SIGKILL, done.stderr
     wanted = {"w": jax.ShapeDtypeStruct((1000, 500), jnp.float32)}
     report = []
-    with Checkpointer(tmp_path / "c", keep=1, keep_best=False, report=report.append) as again:
-        state, extra, step = again.restore(None, wanted)
+    with Writer(tmp_path / "c", keep=1, keep_best=False, report=report.append) as again:
+        state, info = again.restore(None, wanted)
+        step = info.step
         assert step >= 2  # each save waits for the one before it
-        assert extra == {"note": step}
+        assert info.position == Position(step, loss=float(step))
         assert_same(state, {"w": jax.random.normal(jax.random.key(step), (1000, 500))})
-        again.save(step + 1, state, {})
+        again.save(state, Position(step + 1))
         again.wait()
         assert again.steps() == [step + 1]
     assert all("is not a complete checkpoint: ignored" in line for line in report)
@@ -234,21 +237,22 @@ MESHES = """
     jax.config.update("jax_num_cpu_devices", 8)
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-    from cem_jax.runs.checkpoint import Checkpointer
+    from cem_jax.runs.checkpoints import Writer
+    from cem_jax.runs.position import Position
 
     values = np.arange(128, dtype=np.float32).reshape(8, 16)
     shapes = [(2, 4), (1, 1), (8, 1), (1, 2)]
     for step, shape in enumerate(shapes):
         mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("a", "b"))
         sharding = NamedSharding(mesh, P("a", "b"))
-        with Checkpointer(sys.argv[1], keep=1, keep_best=False) as checkpointer:
+        with Writer(sys.argv[1], keep=1, keep_best=False) as checkpointer:
             if step:
                 wanted = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
-                state, _, at = checkpointer.restore(None, wanted)
-                assert at == step - 1
+                state, info = checkpointer.restore(None, wanted)
+                assert info.step == step - 1
                 assert state["w"].sharding == sharding
                 np.testing.assert_array_equal(state["w"], values)
-            checkpointer.save(step, {"w": jax.device_put(values, sharding)}, {})
+            checkpointer.save({"w": jax.device_put(values, sharding)}, Position(step))
 """
 
 

@@ -187,7 +187,8 @@ def test_a_split_smaller_than_a_window(tmp_path, tokenizer, dataset, training):
         if training:
             Evaluator(config, open_dataset(dataset), "validation")
         else:
-            evaluate(write_run(tmp_path / "run", config, tokenizer, {}))
+            parameters = {1: tiny_parameters(config)}
+            evaluate(write_run(tmp_path / "run", config, tokenizer, parameters))
 
 
 def test_an_unknown_split_names_those_there_are(run_directory):

@@ -74,9 +74,9 @@ def test_there_and_back_is_bit_identical(name, tokenizer, tmp_path):
     assert result["step"] == 7 and result["parameters"] == out["parameters"]
     assert all(Path(file).is_file() for file in (*out["files"], *result["files"]))
     found = Run.open(tmp_path / "again")
-    assert (found.config, found.tokenizer().hash) == (config, tokenizer.hash)
-    restored, step = found.parameters()
-    assert step == 7
+    assert (found.config, found.tokenizer.hash) == (config, tokenizer.hash)
+    restored = found.parameters
+    assert found.step == 7
     assert jax.tree.structure(restored) == jax.tree.structure(parameters)
     jax.tree.map(np.testing.assert_array_equal, restored, parameters)
     output(tmp_path / "again", tmp_path / "out2")
@@ -148,7 +148,7 @@ def test_an_empty_directory_is_filled_where_it_is(exported, tmp_path, monkeypatc
             assert output(tmp_path / "run", Path("."))["step"] == 7
         else:
             assert back(exported, Path("."))["step"] == 7
-            assert Run.open(tmp_path / name).parameters()[1] == 7
+            assert Run.open(tmp_path / name).step == 7
         assert os.path.samefile(".", tmp_path / name)  # as a shell in it would have it
     assert files_of(tmp_path / "first") == wanted
     (tmp_path / "third").mkdir()

@@ -226,7 +226,7 @@ def test_json_and_standard_input(run_directory, capfd, monkeypatch):
     assert result["text"] == generate_text(run, "ab", max_tokens=99, temperature=0)
 
 
-def test_a_prompt_too_long_is_told_before_the_parameters_are_read(tmp_path, tokenizer, capsys):
-    run = write_run(tmp_path / "run", tiny_config(), tokenizer, {})
-    assert main(["generate", "--workdir", str(run), "--prompt", "x" * 99]) == 2
+def test_a_prompt_too_long_is_told(run_directory, capsys):
+    command = ["generate", "--workdir", str(run_directory)]
+    assert main([*command, "--prompt", "x" * 99]) == 2
     assert f"is {CONTEXT}" in capsys.readouterr().err

@@ -13,8 +13,10 @@ from cem_jax.errors import UserError
 from cem_jax.runs import training
 from cem_jax.runs.init_from import initialised_from, require_origin
 from cem_jax.runs.metrics import read_metrics
+from cem_jax.runs.position import Position
 from cem_jax.runs.run import Run
-from cem_jax.train.setup import fresh_state, prepare_run
+from cem_jax.runs.setup import prepare_run
+from cem_jax.train.setup import fresh_state
 
 SHORT = dict(train__steps=2, eval__every=100, model__layers=1)
 
@@ -31,7 +33,7 @@ def begun(dataset, origin, **changes):
     setup = prepare_run(tiny_config(data__path=str(dataset), **(SHORT | changes)))
     told = []
     state, record = initialised_from(setup, str(origin), told.append)
-    fresh = fresh_state(setup)
+    fresh = fresh_state(setup.config, setup.state)
     assert int(state.step) == 0
     jax.tree.map(np.testing.assert_array_equal, state.opt_state, fresh.opt_state)
     return state.params, fresh.params, told, record
@@ -39,7 +41,7 @@ def begun(dataset, origin, **changes):
 
 def test_all_parameters_of_a_like_model_are_taken_bit_for_bit(dataset, origin):
     params, _, told, record = begun(dataset, origin, seed=5)
-    jax.tree.map(np.testing.assert_array_equal, params, Run.open(origin).parameters()[0])
+    jax.tree.map(np.testing.assert_array_equal, params, Run.open(origin).parameters)
     count = len(jax.tree.leaves(params))
     assert told == [f"{count} of {count} parameters from checkpoint 2 of {origin}"]
     assert record["fresh"] == record["unused"] == []
@@ -52,7 +54,7 @@ def test_what_does_not_match_is_listed_and_fresh(dataset, origin):
         model__attention__learn_step_size=True,
     )
     params, fresh, told, record = begun(dataset, origin, **changed)
-    theirs = Run.open(origin).parameters()[0]
+    theirs = Run.open(origin).parameters
     np.testing.assert_array_equal(params["embedding"], theirs["embedding"])
     tied = params["blocks"]["mlp"]["tied"]
     np.testing.assert_array_equal(tied, fresh["blocks"]["mlp"]["tied"])
@@ -89,7 +91,7 @@ def test_a_run_that_began_afresh_is_not_begun_again_with_another(dataset, origin
     config = tiny_config(data__path=str(dataset), **SHORT)
     with pytest.raises(UserError, match=r"has a checkpoint .* began with fresh parameters"):
         training.train(config, origin, init_from=str(tmp_path))
-    require_origin(origin, {}, str(tmp_path), [].append)  # of a run that recorded nothing
+    require_origin(origin, Position(2), str(tmp_path), [].append)  # of a run that recorded nothing
 
 
 def test_an_export_is_to_be_imported_first(dataset, tmp_path):

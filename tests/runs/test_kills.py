@@ -23,16 +23,16 @@ RUN = dict(train__steps=6, model__layers=1, eval__every=2, checkpoint__every=2, 
 # name: (module, function, number of the call, before or after it, the steps it may go on from): a
 # save that was begun may be complete or not
 POINTS = {
-    "before config.json is written": ("rundir", "write_whole", 2, "before", (0,)),
+    "before config.json is written": ("runs.directory", "write_whole", 2, "before", (0,)),
     "before the first step": ("runs.loop", "Loop.run", 1, "before", (0,)),
     "in a step": ("runs.loop", "place_batch", 4, "before", (0, 2)),
-    "before the second save begins": ("runs.checkpoint", "Checkpointer.save", 2, "before", (0, 2)),
-    "when the second save has begun": ("runs.checkpoint", "Checkpointer.save", 2, "after", (2,)),
-    "arrays written, no list of sums": ("runs.checkpoint", "write_checksums", 2, "before", (2,)),
-    "list written, not renamed": ("runs.checkpoint", "write_checksums", 2, "after", (2,)),
+    "before the second save begins": ("runs.checkpoints", "Writer.save", 2, "before", (0, 2)),
+    "when the second save has begun": ("runs.checkpoints", "Writer.save", 2, "after", (2,)),
+    "arrays written, no list of sums": ("runs.checkpoints", "write_checksums", 2, "before", (2,)),
+    "list written, not renamed": ("runs.checkpoints", "write_checksums", 2, "after", (2,)),
     "complete, the old one not removed": (
-        "runs.checkpoint",
-        "Checkpointer._retain",
+        "runs.checkpoints",
+        "Writer._retain",
         2,
         "before",
         (4,),
@@ -40,8 +40,8 @@ POINTS = {
     "amid the removal of the old one": ("storage.paths", "epath.Path.rmtree", 1, "before", (4,)),
     "in a validation": ("runs.loop", "Loop._validate", 2, "before", (0, 2)),
     "validation done, not saved": ("runs.loop", "Loop._validate", 2, "after", (0, 2)),
-    "in the final save": ("runs.checkpoint", "write_checksums", 3, "after", (4,)),
-    "after the final save": ("runs.checkpoint", "Checkpointer._retain", 3, "after", (6,)),
+    "in the final save": ("runs.checkpoints", "write_checksums", 3, "after", (4,)),
+    "after the final save": ("runs.checkpoints", "Writer._retain", 3, "after", (6,)),
 }
 QUICK = ("list written, not renamed", "amid the removal of the old one")
 

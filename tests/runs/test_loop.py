@@ -1,5 +1,6 @@
 """`cem train` as a whole: stopping and resuming, refusals, metrics, runs that go bad."""
 
+import base64
 import io
 import json
 import re
@@ -9,13 +10,15 @@ import signal
 import jax
 import numpy as np
 import pytest
+from stopped import stop_after
 from tiny import tiny_config, tiny_dataset
 from undisturbed import assert_same_run, final_state
 
 from cem_jax.errors import RunFailed, UserError
-from cem_jax.runs import loop, training
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs import checkpoints, loop, training
+from cem_jax.runs.checkpoints import Reader
 from cem_jax.runs.directory import only_writer, require_nothing_lost, with_absolute_paths
+from cem_jax.runs.loop import Due, due_after
 from cem_jax.runs.metrics import read_metrics
 from cem_jax.runs.run import Run
 
@@ -28,25 +31,11 @@ def whole(dataset, tmp_path_factory):
     return workdir, result
 
 
-def stop_after(monkeypatch, step: int) -> None:
-    """As if SIGTERM came during `step`."""
-    unpatched = loop.Loop._pause_after
-
-    def pause(self, now):
-        if now + 1 == step:
-            self.stop.signal = signal.SIGTERM
-        return unpatched(self, now)
-
-    monkeypatch.setattr(loop.Loop, "_pause_after", pause)
-
-
 @pytest.mark.parametrize("step", [1, 3, 4, 8])  # 4 and 8: the validation is made up for
-def test_a_run_stopped_and_resumed_is_bit_identical(step, dataset, whole, tmp_path, monkeypatch):
+def test_a_run_stopped_and_resumed_is_bit_identical(step, dataset, whole, tmp_path):
     config = tiny_config(data__path=str(dataset))
-    with monkeypatch.context() as patch:
-        stop_after(patch, step)
-        with pytest.raises(SystemExit) as stopped:
-            training.train(config, tmp_path / "run")
+    with pytest.raises(SystemExit) as stopped:
+        training.train(config, tmp_path / "run", **stop_after(step))
     assert stopped.value.code == 128 + signal.SIGTERM
     result = training.train(config, tmp_path / "run")
     assert result["step"] == 8 and result["loss"] == whole[1]["loss"]
@@ -177,10 +166,11 @@ def test_the_run_directory_holds_what_eval_and_generate_need(dataset, whole):
     assert config["model"]["dim"] == 32
     model = (whole[0] / "tokenizer.model").read_bytes()
     assert model == (dataset / "tokenizer.model").read_bytes()
-    with Checkpointer(whole[0] / "checkpoints", keep=2, keep_best=True) as checkpoints:
-        extra = checkpoints.read_extra()
-        assert {"config", "dataset", "tokenizer", "windows_consumed"} <= set(extra)
-        assert checkpoints.latest_step() == 8
+    checkpoints = Reader(whole[0] / "checkpoints")
+    assert checkpoints.latest_step() == 8
+    position = checkpoints.info(8).position
+    assert position.config == config and position.dataset and position.windows_consumed == 32
+    assert base64.b64decode(position.tokenizer) == model
 
 
 def test_a_profile_is_written_for_the_steps_asked_for(dataset, tmp_path):
@@ -255,11 +245,11 @@ def test_what_no_save_has_ended_may_begin_again(tmp_path):
 def test_a_run_directory_that_goes_while_the_run_is_in_it(dataset, tmp_path, monkeypatch):
     unpatched = loop.Loop._save
 
-    def save(self, state, done):
-        if done == 3:
+    def save(self, state, position, metric):
+        if position.step == 3:
             (tmp_path / "run").rename(tmp_path / "away")
             (tmp_path / "run").mkdir()
-        unpatched(self, state, done)
+        unpatched(self, state, position, metric)
 
     monkeypatch.setattr(loop.Loop, "_save", save)
     with pytest.raises(RunFailed, match=r"config.json is gone; the directory was removed"):
@@ -267,11 +257,10 @@ def test_a_run_directory_that_goes_while_the_run_is_in_it(dataset, tmp_path, mon
 
 
 def test_the_final_checkpoint_competes_by_what_the_others_were_measured_by(whole):
-    with Checkpointer(whole[0] / "checkpoints", keep=2, keep_best=True) as checkpoints:
-        final = checkpoints.describe(8)
+    final = Reader(whole[0] / "checkpoints").info(8)
     lines = [line for line in read_metrics(whole[0]) if line["kind"] == "eval"]
-    assert final["measure"] == "validation: 8 windows of 32 tokens"
-    assert lines[-1]["tokens"] > 8 * 32 and final["metric"] != lines[-1]["loss"]
+    assert final.measure == "validation: 8 windows of 32 tokens"
+    assert lines[-1]["tokens"] > 8 * 32 and final.metric != lines[-1]["loss"]
 
 
 def test_training_learns(whole):
@@ -298,3 +287,45 @@ def test_the_first_lines_say_what_is_coming(dataset, tmp_path):
     lines = told.getvalue().splitlines()
     assert lines[0].startswith("starting at step 0 of 1 in ")
     assert re.fullmatch(r"compiling, then [\d.e-]+ TFLOP a step", lines[1])
+
+
+def test_what_the_checkpoint_recorded_counts_not_an_edited_config(dataset, whole, tmp_path):
+    run = shutil.copytree(whole[0], tmp_path / "run")
+    config = tiny_config(data__path=str(dataset))
+    path = run / "config.json"
+    original = path.read_text()
+    edited = json.loads(original)
+    edited["model"]["attention"]["tau"] = "3.5"
+    path.write_text(json.dumps(edited))
+    with pytest.raises(UserError, match=r"model\.attention\.tau: 'sqrt_head_dim' -> '3\.5'"):
+        training.train(tiny_config(data__path=str(dataset), model__attention__tau="3.5"), run)
+    told = io.StringIO()
+    assert training.train(config, run, stream=told)["step"] == 8
+    assert "model.attention.tau: '3.5' -> 'sqrt_head_dim'" in told.getvalue()
+    assert path.read_text() == original
+
+
+def test_a_resume_lists_the_checkpoints_once(dataset, whole, monkeypatch):
+    listings, unpatched = [], checkpoints.entries
+    monkeypatch.setattr(checkpoints, "entries", lambda d: listings.append(d) or unpatched(d))
+    assert training.train(tiny_config(data__path=str(dataset)), whole[0])["step"] == 8
+    assert len(listings) == 1
+
+
+@pytest.mark.parametrize(
+    ("done", "fields", "late", "due"),
+    [
+        (1, {}, False, Due()),
+        (3, {}, False, Due(save=True)),
+        (4, {}, False, Due(validation=True)),
+        (8, {}, False, Due(save=True, validation=True)),
+        (1, {}, True, Due(save=True)),
+        (5, dict(checkpoint__keep_every=5), False, Due(save=True)),
+        (2, dict(log__energies_every=2), False, Due(energies=True)),
+    ],
+)
+def test_what_is_due_after_a_step(done, fields, late, due):
+    config = tiny_config(**fields)
+    assert due_after(done, 8, config, signal=0, late=late) == due
+    stopped = due_after(done, 8, config, signal=15, late=late)
+    assert stopped == due._replace(save=True, signal=15)

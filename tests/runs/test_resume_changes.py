@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from stopped import stop_after
 from tiny import tiny_config
 
 from cem_jax.data.dataset.loader import TrainLoader
@@ -13,15 +14,17 @@ from cem_jax.data.dataset.store import open_dataset
 from cem_jax.errors import UserError
 from cem_jax.runs import loop, training
 from cem_jax.runs.metrics import read_metrics
-from cem_jax.runs.resume import changes, length, require_steps_left, rule, windows_consumed
+from cem_jax.runs.position import Position
+from cem_jax.runs.resume import Course, changes, report_changes, require_steps_left
 
-AT_3 = dict(step=3, tokens=3 * 4 * 32)
+CONTEXT_32 = {"data": {"context": 32}}
+AT_3 = Position(3, tokens=3 * 4 * 32, windows_consumed=12, config=CONTEXT_32)
 SHORT = dict(model__layers=1, checkpoint__every=3, eval__every=100)
 
 
 def test_nothing_is_told_where_nothing_changed():
     config = tiny_config()
-    assert rule(AT_3, 12, config, tiny_config(checkpoint__keep=5, mesh__fsdp=2)) == []
+    assert report_changes(AT_3, config, tiny_config(checkpoint__keep=5, mesh__fsdp=2)) == []
     assert changes(config, tiny_config(optimizer__b1=0.8)) == {"optimizer.b1": (0.9, 0.8)}
 
 
@@ -29,20 +32,19 @@ def test_nothing_is_told_where_nothing_changed():
     ("fields", "told"),
     [
         (dict(train__global_batch=8), "step 3 begins with window 12 of the order, the first that"),
-        (dict(data__context=16), "step 3 begins with window 12 of the order, as many tokens into"),
-        (dict(train__steps=20), "the end is step 20, was 8"),
+        (dict(data__context=16), "step 3 begins with window 24 of the order, as many tokens into"),
+        (dict(train__steps=20), "last step 8 -> 20"),
         (dict(optimizer__learning_rate=0.001), "learning_rate: 0.002 -> 0.001 from step 3 on"),
     ],
 )
 def test_the_rule_is_told_with_its_numbers(fields, told):
-    lines = rule(AT_3, 12, tiny_config(), tiny_config(**fields))
+    lines = report_changes(AT_3, tiny_config(), tiny_config(**fields))
     assert any(told in line for line in lines), lines
 
 
 @pytest.mark.parametrize(("context", "number"), [(32, 12), (16, 24), (48, 8), (64, 6)])
 def test_windows_of_another_length_go_on_after_as_many_tokens(context, number):
-    extra = {"windows_consumed": 12, "config": {"data": {"context": 32}}}
-    assert windows_consumed(extra, tiny_config(data__context=context)) == number
+    assert Course.of(AT_3, tiny_config(data__context=context)).window == number
 
 
 @pytest.mark.parametrize(
@@ -51,16 +53,21 @@ def test_windows_of_another_length_go_on_after_as_many_tokens(context, number):
 )
 def test_with_tokens_a_run_ends_when_they_are_seen(batch, end, ahead):
     tokens = dict(train__steps=None, train__tokens=8 * 4 * 32, train__global_batch=batch)
-    assert length(tiny_config(**tokens), dict(step=4, tokens=4 * 4 * 32)) == (end, ahead)
-    assert length(tiny_config(**tokens), {}) == (32 // batch, 0.0)
+    config = tiny_config(**tokens)
+    course = Course.of(Position(4, tokens=4 * 4 * 32), config)
+    assert (course.total, course.ahead) == (end, ahead)
+    assert course.tokens(4, config) == 4 * 4 * 32
+    assert course.tokens(5, config) == 4 * 4 * 32 + batch * 32
+    fresh = Course.of(Position(0, tokens=0), config)
+    assert (fresh.total, fresh.ahead) == (32 // batch, 0.0)
 
 
 def test_the_rule_is_told_in_tokens():
     tokens = dict(train__steps=None, train__tokens=8 * 4 * 32)
     before, now = (tiny_config(**tokens, train__global_batch=batch) for batch in (4, 8))
-    at = dict(step=4, tokens=512)
-    lines = rule(at, 16, before, now)
-    assert any("at 512 of 1,024 tokens" in line and "step 6, was 8" in line for line in lines)
+    at = Position(4, tokens=512, windows_consumed=16, config=CONTEXT_32)
+    lines = report_changes(at, before, now)
+    assert any("at 512 of 1,024 tokens" in line and "last step 8 -> 6" in line for line in lines)
     with pytest.raises(UserError, match=r"512 tokens, .*ends at 400 tokens; raise train.tokens"):
         fewer = tiny_config(**(tokens | dict(train__tokens=400)))
         require_steps_left(Path("run"), at, before, fewer)
@@ -69,10 +76,8 @@ def test_the_rule_is_told_in_tokens():
 def test_a_run_goes_on_with_another_batch_and_schedule(dataset, tmp_path, monkeypatch):
     data = dict(data__path=str(dataset), **SHORT)
     seen = consumed_windows(monkeypatch)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Loop, "run", stop_at(3))
-        with pytest.raises(SystemExit):
-            training.train(tiny_config(**data), tmp_path / "run")
+    with pytest.raises(SystemExit):
+        training.train(tiny_config(**data), tmp_path / "run", **stop_after(3))
     told = io.StringIO()
     changed = tiny_config(**data, train__global_batch=8, train__steps=6)
     training.train(changed, tmp_path / "run", stream=told)
@@ -103,20 +108,3 @@ def consumed_windows(patch):
 
     patch.setattr(loop, "place_batch", place)
     return seen
-
-
-def stop_at(step):
-    unpatched = loop.Loop.run
-
-    def run(self, state, start, owes_validation):
-        pause = self._pause_after
-        self.stop.signal = None
-
-        def pausing(now):
-            self.stop.signal = 15 if now + 1 == step else None
-            return pause(now)
-
-        self._pause_after = pausing
-        return unpatched(self, state, start, owes_validation)
-
-    return run

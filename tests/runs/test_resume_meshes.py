@@ -14,7 +14,7 @@ import pytest
 from tiny import tiny_config
 
 from cem_jax.runs import training
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.checkpoints import Writer
 from cem_jax.runs.metrics import read_metrics
 from cem_jax.train.setup import abstract_state
 
@@ -30,34 +30,32 @@ CHAIN = [  # devices, mesh, step at which it is stopped
 
 MACHINE = """
     import hashlib, json, sys
-    sys.path.insert(0, sys.argv[1])
+    sys.path[:0] = [sys.argv[1], sys.argv[1] + "/runs"]
     import jax, numpy as np
+    from stopped import stop_after
     from tiny import tiny_config
     from cem_jax.runs import training
     from cem_jax.runs import loop
 
-    run, pause, end = loop.Loop.run, loop.Loop._pause_after, int(sys.argv[5])
+    run, end = loop.Loop.run, int(sys.argv[5])
 
-    def told(self, state, start, owes_validation):
+    def told(self, state, position, after_step):
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(state):
             digest.update(np.asarray(leaf).tobytes())
-        print(json.dumps([start, jax.device_count(), digest.hexdigest()]), flush=True)
-        return run(self, state, start, owes_validation)
+        print(json.dumps([position.step, jax.device_count(), digest.hexdigest()]), flush=True)
+        return run(self, state, position, after_step)
 
-    def pausing(self, step):
-        self.stop.signal = 15 if step + 1 == end and end < 12 else None
-        return pause(self, step)
-
-    loop.Loop.run, loop.Loop._pause_after = told, pausing
-    training.train(tiny_config(data__path=sys.argv[2], **json.loads(sys.argv[4])), sys.argv[3])
+    loop.Loop.run = told
+    config = tiny_config(data__path=sys.argv[2], **json.loads(sys.argv[4]))
+    training.train(config, sys.argv[3], **(stop_after(end) if end < 12 else {}))
 """
 
 
 def digest_of(workdir, step, config):
     """Of the state of a checkpoint, as one device reads it."""
     mesh = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "context"))
-    with Checkpointer(workdir / "checkpoints", keep=20, keep_best=True) as checkpoints:
+    with Writer(workdir / "checkpoints", keep=20, keep_best=True) as checkpoints:
         state = checkpoints.restore(step, abstract_state(config, mesh))[0]
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(state):

@@ -14,8 +14,8 @@ import pytest
 from tiny import BASE, FIELDS, tiny_config
 from undisturbed import assert_same_run
 
-from cem_jax.runs import checkpoint, loop, training
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs import checkpoints, loop, training
+from cem_jax.runs.checkpoints import Writer
 from cem_jax.runs.metrics import read_metrics
 from cem_jax.runs.signals import Stop, watched
 
@@ -111,7 +111,7 @@ def in_a_step(patch, at):
 
 def while_saving(patch, at):
     """In Orbax's thread, while the main one goes on, or waits for the last save."""
-    unpatched = checkpoint.write_checksums
+    unpatched = checkpoints.write_checksums
 
     def write(directory):
         if directory.name.split(".")[0] == str(at):
@@ -119,7 +119,7 @@ def while_saving(patch, at):
             time.sleep(0.3)
         unpatched(directory)
 
-    patch.setattr(checkpoint, "write_checksums", write)
+    patch.setattr(checkpoints, "write_checksums", write)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_signal_saves_and_ends(phase, at, status, dataset, whole, tmp_path):
             with pytest.raises(SystemExit) as ended:
                 training.train(config, run)
             assert ended.value.code == status
-            with Checkpointer(run / "checkpoints", keep=9, keep_best=True) as found:
+            with Writer(run / "checkpoints", keep=9, keep_best=True) as found:
                 # a save may take as long as the steps until the next one, which waits for it
                 late = 1 + (SHORT["checkpoint__every"] if phase is while_saving else 0)
                 assert at <= found.latest_step() <= at + late
@@ -172,7 +172,7 @@ def test_a_signal_saves_though_nobody_reads_what_is_told(dataset, tmp_path):
             time.sleep(0.05)
         process.send_signal(INT)
         assert process.wait(60) == 130
-    with Checkpointer(tmp_path / "run" / "checkpoints", keep=9, keep_best=True) as found:
+    with Writer(tmp_path / "run" / "checkpoints", keep=9, keep_best=True) as found:
         assert found.latest_step() == read_metrics(tmp_path / "run")[-1]["step"] >= 50
 
 

@@ -16,7 +16,8 @@ import soak_checks
 from checkpoint_states import make_state
 from soak_runs import FIELDS
 
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.checkpoints import Writer
+from cem_jax.runs.position import Position
 
 ROWS = {str(row): 100 + row for row in range(FIELDS["train.global_batch"])}
 
@@ -87,8 +88,8 @@ def test_one_flipped_bit_of_a_state_is_found(tmp_path, monkeypatch):
             head = np.array(state.params["head"])
             head.view(np.uint16)[3] ^= 1
             state.params["head"] = head
-        with Checkpointer(tmp_path / name / "checkpoints", keep=1, keep_best=False) as found:
-            found.save(1, state, {})
+        with Writer(tmp_path / name / "checkpoints", keep=1, keep_best=False) as found:
+            found.save(state, Position(1))
     same = lambda one, other, step=1: soak_checks.same_state(
         tmp_path / one, tmp_path / other, step, "a mesh"
     )

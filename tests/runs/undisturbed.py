@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.checkpoints import Writer
 from cem_jax.runs.metrics import read_metrics
 from cem_jax.train.setup import abstract_state
 
@@ -13,8 +13,8 @@ TIMING = {"tokens_per_second", "step_seconds", "data_wait_fraction"}
 def final_state(workdir, config):
     """The state of the newest checkpoint, on one device."""
     mesh = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "context"))
-    with Checkpointer(workdir / "checkpoints", keep=2, keep_best=True) as checkpoints:
-        state, _, _ = checkpoints.restore(None, abstract_state(config, mesh))
+    with Writer(workdir / "checkpoints", keep=2, keep_best=True) as checkpoints:
+        state, _ = checkpoints.restore(None, abstract_state(config, mesh))
     return jax.device_get(state)
 
 
@@ -36,7 +36,7 @@ def assert_same_run(ours, theirs, config):
         np.testing.assert_array_equal(one, other)
     assert without_timing(ours) == without_timing(theirs)
     with (
-        Checkpointer(ours / "checkpoints", keep=2, keep_best=True) as one,
-        Checkpointer(theirs / "checkpoints", keep=2, keep_best=True) as other,
+        Writer(ours / "checkpoints", keep=2, keep_best=True) as one,
+        Writer(theirs / "checkpoints", keep=2, keep_best=True) as other,
     ):
         assert one.best_step() == other.best_step()

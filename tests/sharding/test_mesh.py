@@ -179,7 +179,6 @@ def test_the_initial_state_does_not_depend_on_the_mesh():
     """Every bit of it, and each device holds its part alone."""
     on_eight_devices("""
         import hashlib
-        from types import SimpleNamespace
         import numpy as np
         from cem_jax.config import load_config
         from cem_jax.sharding.mesh import make_mesh
@@ -198,7 +197,7 @@ def test_the_initial_state_does_not_depend_on_the_mesh():
             count = np.prod(list(sizes.values()))
             mesh = make_mesh(sizes, jax.devices()[:count])
             wanted = abstract_state(config, mesh)
-            state = fresh_state(SimpleNamespace(config=config, state=wanted))
+            state = fresh_state(config, wanted)
             content = hashlib.sha256()
             pairs = zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True)
             for array, shape in pairs:

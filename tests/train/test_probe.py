@@ -61,7 +61,6 @@ from cem_jax.config import load_config
 from cem_jax.sharding.mesh import make_mesh
 from cem_jax.train.probe import make_probe
 from cem_jax.train.setup import abstract_state, fresh_state, place_batch
-from types import SimpleNamespace
 
 config = load_config("configs/base.py", {
     "model.vocab_size": 64, "model.dim": 32, "model.layers": 2, "model.attention.heads": 4,
@@ -72,7 +71,7 @@ tokens = np.random.default_rng(0).integers(0, 64, (8, 33), np.int32)
 
 def values(tokens, **sizes):
     mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
-    state = fresh_state(SimpleNamespace(config=config, state=abstract_state(config, mesh)))
+    state = fresh_state(config, abstract_state(config, mesh))
     return make_probe(config, mesh)(state.params, place_batch({"tokens": tokens}, mesh))
 
 # two shards take the first two rows of theirs; a single one takes its first four

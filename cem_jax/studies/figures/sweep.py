@@ -19,6 +19,7 @@ from etils import epath
 
 from cem_jax.config import leaves, load_config
 from cem_jax.errors import RunFailed, UserError
+from cem_jax.runs.setup import open_data
 from cem_jax.runs.training import train
 from cem_jax.storage.paths import place
 from cem_jax.studies.figures.grid import Run, flag
@@ -32,7 +33,6 @@ from cem_jax.studies.figures.rows import (
     write_json,
 )
 from cem_jax.text import format_duration
-from cem_jax.train.setup import open_data
 
 _MEASURED = (
     "parameters",

@@ -7,8 +7,9 @@ import threading
 import pytest
 from checkpoint_states import make_state
 
-from cem_jax.runs import checkpoint
-from cem_jax.runs.low_priority import NICENESS, behind_the_steps
+from cem_jax.runs import checkpoints
+from cem_jax.runs.arrays import NICENESS, low_priority_threads
+from cem_jax.runs.position import Position
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux")
 
@@ -36,7 +37,7 @@ def test_threads_started_within_and_theirs_are_nicer():
     release, of_child = threading.Event(), []
     own = niceness(0)
     before = waiting(release)
-    with behind_the_steps():
+    with low_priority_threads():
         within = waiting(release, of_child)
     after = waiting(release)
     found = [niceness(thread.native_id) for thread in (before, within, after)]
@@ -49,16 +50,16 @@ def test_threads_started_within_and_theirs_are_nicer():
 
 def test_a_save_is_written_behind_the_steps(opened, monkeypatch):
     nice = []
-    unpatched = checkpoint.write_checksums
+    unpatched = checkpoints.write_checksums
 
     def write(directory):
         nice.append(niceness(0))
         unpatched(directory)
 
-    monkeypatch.setattr(checkpoint, "write_checksums", write)
+    monkeypatch.setattr(checkpoints, "write_checksums", write)
     own, saver = niceness(0), opened()
     for step in (1, 2):
-        saver.save(step, make_state(), {})
+        saver.save(make_state(), Position(step))
         saver.wait()
     assert len(nice) == 2 and set(nice) <= {own, max(own, NICENESS)} and max(own, NICENESS) in nice
     assert niceness(0) == own

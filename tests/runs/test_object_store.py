@@ -21,7 +21,7 @@ pytest.importorskip("gcsfs", reason="gcsfs, which reads gs://, is not installed:
 def store(tmp_path_factory):
     """The environment in which gs:// leads to a store on this machine."""
     address = tmp_path_factory.mktemp("store") / "address"
-    server = subprocess.Popen([sys.executable, str(TESTS / "train" / "fake_gcs.py"), str(address)])
+    server = subprocess.Popen([sys.executable, str(TESTS / "runs" / "fake_gcs.py"), str(address)])
     deadline = time.monotonic() + 60
     while not (address.exists() and address.read_text()):
         assert time.monotonic() < deadline and server.poll() is None
@@ -39,7 +39,7 @@ def store(tmp_path_factory):
 
 
 def run(store, script, *arguments, status=0):
-    head = f"import sys; sys.path[:0] = [{str(TESTS)!r}, {str(TESTS / 'train')!r}]\n"
+    head = f"import sys; sys.path[:0] = [{str(TESTS)!r}, {str(TESTS / 'runs')!r}]\n"
     command = [sys.executable, "-c", head + textwrap.dedent(script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=store, timeout=300)
     assert done.returncode == status, done.stderr
@@ -50,23 +50,24 @@ SAVES = """
     import os, signal
     from checkpoint_states import abstract, assert_same, make_state
     from etils import epath
-    from cem_jax.runs import checkpoint
+    from cem_jax.runs import checkpoints
     from cem_jax.storage import paths
-    from cem_jax.runs.checkpoint import Checkpointer
+    from cem_jax.runs.checkpoints import Writer
+    from cem_jax.runs.position import Position
 
     def refuse(*_):
         raise AssertionError("a rename: an object store has none")
 
     type(epath.Path("gs://b/x")).rename = refuse
     url = "gs://bucket/run/checkpoints"
-    opened = lambda **more: Checkpointer(url, keep=1, keep_best=False, **more)
+    opened = lambda **more: Writer(url, keep=1, keep_best=False, **more)
     with opened(keep_every=2) as checkpoints:
         for step in (1, 2, 3):
-            checkpoints.save(step, make_state(step), {"note": step})
+            checkpoints.save(make_state(step), Position(step))
         checkpoints.wait()
         assert checkpoints.steps() == [2, 3], checkpoints.steps()
         assert_same(checkpoints.restore(None, abstract(make_state()))[0], make_state(3))
-        checkpoints.save(3, make_state(9), {})  # again: the first one stays whole until then
+        checkpoints.save(make_state(9), Position(3))  # again: the first one stays whole until then
         assert checkpoints.steps() == [2, 3]
         checkpoints.wait()
     with opened() as checkpoints:
@@ -83,7 +84,7 @@ SAVES = """
     assert ["7 is not a complete checkpoint" in line for line in lines] == [True], lines
     (paths.place(url) / "3" / "info" / "metadata").write_text("{}")
     with opened(report=lines.append) as checkpoints:
-        assert checkpoints.restore(None, abstract(make_state()))[2] == 2
+        assert checkpoints.restore(None, abstract(make_state()))[1].step == 2
     assert any("checkpoint 3 in gs://bucket/run/checkpoints is damaged" in line for line in lines)
 """
 
@@ -96,11 +97,12 @@ REMOVAL = """
     import os, signal
     from checkpoint_states import make_state
     from cem_jax.storage import paths
-    from cem_jax.runs.checkpoint import Checkpointer
+    from cem_jax.runs.checkpoints import Writer
+    from cem_jax.runs.position import Position
 
-    with Checkpointer("gs://bucket/killed", keep=1, keep_best=False) as checkpoints:
-        checkpoints.save(1, make_state(1), {})
-        checkpoints.save(2, make_state(2), {})
+    with Writer("gs://bucket/killed", keep=1, keep_best=False) as checkpoints:
+        checkpoints.save(make_state(1), Position(1))
+        checkpoints.save(make_state(2), Position(2))
         unpatched = paths._clear
 
         def clear(directory):
@@ -112,13 +114,14 @@ REMOVAL = """
 """
 AFTER = """
     from checkpoint_states import abstract, make_state
-    from cem_jax.runs.checkpoint import Checkpointer
+    from cem_jax.runs.checkpoints import Writer
+    from cem_jax.runs.position import Position
     from cem_jax.storage.paths import entries
 
     lines = []
-    with Checkpointer("gs://bucket/killed", keep=1, keep_best=False, report=lines.append) as found:
-        assert found.steps() == [2] and found.restore(None, abstract(make_state()))[2] == 2
-        found.save(3, make_state(3), {})
+    with Writer("gs://bucket/killed", keep=1, keep_best=False, report=lines.append) as found:
+        assert found.steps() == [2] and found.restore(None, abstract(make_state()))[1].step == 2
+        found.save(make_state(3), Position(3))
         found.wait()
         print(*[path.name for path in entries(found.directory)])
 """
@@ -133,18 +136,18 @@ def test_killed_amid_a_removal(store):
 TRAINS = """
     import os, signal, sys
     from tiny import tiny_config
-    from cem_jax.runs import checkpoint
+    from cem_jax.runs import checkpoints
     from cem_jax.runs import training
 
     if sys.argv[3] == "kill":
-        unpatched = checkpoint.write_checksums
+        unpatched = checkpoints.write_checksums
 
         def write(directory):
             if directory.name.split(".")[0] == "4":
                 os.kill(os.getpid(), signal.SIGKILL)
             unpatched(directory)
 
-        checkpoint.write_checksums = write
+        checkpoints.write_checksums = write
     fields = dict(train__steps=5, model__layers=1, eval__every=2, checkpoint__every=2)
     print(training.train(tiny_config(data__path=sys.argv[1], **fields), sys.argv[2]))
 """
@@ -157,7 +160,7 @@ READS = """
     from undisturbed import assert_same_run
 
     run = Run.open(sys.argv[1])
-    assert run.parameters()[1] == 5 and run.tokenizer().vocab_size == 320
+    assert run.step == 5 and run.tokenizer.vocab_size == 320
     assert_same_run(run.workdir, Run.open(sys.argv[2]).workdir, run.config)
     assert [line["step"] for line in read_metrics(sys.argv[1]) if line["kind"] == "train"] == [
         1, 2, 3, 4, 5

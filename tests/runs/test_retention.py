@@ -1,7 +1,6 @@
 """What counts as a checkpoint, as the best one, and as damaged for good."""
 
 import errno
-import json
 import shutil
 
 import pytest
@@ -9,7 +8,8 @@ from checkpoint_states import abstract, make_state, save_all
 
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.runs import integrity
-from cem_jax.runs.checkpoint import Checkpointer
+from cem_jax.runs.checkpoints import Info, Writer
+from cem_jax.runs.position import Position
 
 
 def fail_to_read(patch, part):
@@ -29,11 +29,11 @@ def test_one_that_cannot_be_read_for_a_while_stays(opened, lines, tmp_path, monk
     with monkeypatch.context() as patch:
         fail_to_read(patch, "c/6/state")
         checkpointer = opened(keep=1, keep_best=False)
-        assert checkpointer.restore(None, abstract(make_state()))[2] == 4
+        assert checkpointer.restore(None, abstract(make_state()))[1].step == 4
         assert "Input/output error" in lines[0] and "continuing from checkpoint 4" in lines[1]
         save_all(checkpointer, 5)
     assert checkpointer.steps() == [5] and (tmp_path / "c" / "6").exists()
-    assert opened().restore(None, abstract(make_state()))[2] == 6
+    assert opened().restore(None, abstract(make_state()))[1].step == 6
     save_all(checkpointer, 6, 7)  # written anew, it is one as any other
     assert opened().steps() == [7]
 
@@ -44,7 +44,7 @@ def test_damage_is_looked_for_again_before_it_is_removed(opened, lines, tmp_path
     content = metadata.read_bytes()
     metadata.write_bytes(b"")
     checkpointer = opened(keep=1, keep_best=False)
-    assert checkpointer.restore(None, abstract(make_state()))[2] == 1
+    assert checkpointer.restore(None, abstract(make_state()))[1].step == 1
     metadata.write_bytes(content)  # as a cache that showed something old
     save_all(checkpointer, 3)
     assert "checkpoint 2 in" in lines[-1] and "stays" in lines[-1]
@@ -55,7 +55,7 @@ def test_a_renamed_one_is_not_taken_for_another_step(opened, lines, tmp_path):
     save_all(opened(), 3, 6)
     (tmp_path / "c" / "6").rename(tmp_path / "c" / "9")
     checkpointer = opened(keep=1, keep_best=False)
-    assert checkpointer.restore(None, abstract(make_state()))[2] == 3
+    assert checkpointer.restore(None, abstract(make_state()))[1].step == 3
     assert "checkpoint 9" in lines[0] and "is of step 6: the directory was renamed" in lines[0]
     with pytest.raises(UserError, match="was renamed"):
         opened().restore(9, abstract(make_state()))
@@ -67,7 +67,6 @@ def test_the_fallback_is_told_whatever_file_is_damaged(opened, lines, tmp_path):
     save_all(opened(), 1, 2)
     (tmp_path / "c" / "2" / "checksums.sha256").write_text("")
     checkpointer = opened()
-    assert checkpointer.read_extra() == {"note": 1}  # as a run does that goes on
     checkpointer.restore(None, abstract(make_state()))
     assert lines[-1] == f"continuing from checkpoint 1 in {tmp_path / 'c'}"
 
@@ -76,7 +75,7 @@ def test_only_like_measures_compete(opened):
     checkpointer = opened(keep=1)
     measured = [(1, 1.0, "a part"), (2, 3.0, "all"), (3, 2.0, "all"), (4, None, None)]
     for step, metric, measure in measured:
-        checkpointer.save(step, make_state(step), {}, metric, measure)
+        checkpointer.save(make_state(step), Position(step), metric, measure)
     checkpointer.wait()
     assert checkpointer.steps() == [3, 4] and opened().best_step() == 3
 
@@ -84,11 +83,11 @@ def test_only_like_measures_compete(opened):
 def test_the_best_is_whole(opened, lines, tmp_path):
     first = opened(keep=2)
     for step in (1, 2, 3):
-        first.save(step, make_state(step), {}, float(step))
+        first.save(make_state(step), Position(step), float(step))
     first.wait()
     (tmp_path / "c" / "1" / "state" / "_METADATA").write_text("{}")
     checkpointer = opened(keep=2)
-    checkpointer.save(4, make_state(4), {}, 4.0)
+    checkpointer.save(make_state(4), Position(4), 4.0)
     checkpointer.wait()
     assert "checkpoint 1 in" in lines[0] and "state/_METADATA has been altered" in lines[0]
     assert opened().steps() == [2, 3, 4]  # the best of the sound ones, and the newest two
@@ -97,22 +96,22 @@ def test_the_best_is_whole(opened, lines, tmp_path):
 def test_a_run_directory_that_is_gone_does_not_come_again(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    with Checkpointer(run / "checkpoints", keep=1, keep_best=False) as checkpointer:
+    with Writer(run / "checkpoints", keep=1, keep_best=False) as checkpointer:
         save_all(checkpointer, 1)
         shutil.rmtree(run)
         with pytest.raises(RunFailed, match=r"checkpoint 2 could not .*No such file"):
-            checkpointer.save(2, make_state(), {})
+            checkpointer.save(make_state(), Position(2))
     assert not run.exists()
 
 
 def test_what_was_complete_once(opened, tmp_path):
     save_all(opened(), 1, 2)
-    assert opened().once_complete() == []
+    assert opened().once_complete == []
     (tmp_path / "c" / "1" / "checksums.sha256").unlink()
     (tmp_path / "c" / "5").mkdir()  # anybody's
     (tmp_path / "c" / "6.orbax-checkpoint-tmp").mkdir()  # killed while saving
     (tmp_path / "c" / "6.orbax-checkpoint-tmp" / "x").write_text("")
-    assert opened().once_complete() == ["1"]
+    assert opened().once_complete == ["1"]
 
 
 def test_names_that_are_no_steps(opened, tmp_path):
@@ -127,5 +126,6 @@ def test_names_that_are_no_steps(opened, tmp_path):
 
 def test_what_it_says_of_itself(opened, tmp_path):
     save_all(opened(keep_every=2), 2)
-    info = json.loads((tmp_path / "c" / "2" / "info" / "metadata").read_text())
-    assert info["milestone"] and opened().describe(2) == info
+    info = opened().info(2)
+    assert info.milestone and info.position == Position(2, loss=2.0)
+    assert info == Info.read(tmp_path / "c" / "2")

@@ -7,21 +7,22 @@ import pytest
 from checkpoint_states import abstract, assert_same, make_state, save_all
 
 from cem_jax.errors import UserError
+from cem_jax.runs.position import Position
 
 
 def test_round_trip_is_bit_identical(opened):
     state = make_state(4)
-    extra = {"config": {"dim": 5, "tau": None}, "position": 12, "tokenizer": "AAEC", "é": [1.5]}
+    config = {"dim": 5, "tau": None, "é": [1.5]}
+    position = Position(4, 99, 12, 1.5, True, None, config=config, tokenizer="AAEC")
     first = opened()
-    first.save(4, state, extra, metric=2.5)
-    first.save(5, make_state(5), extra)
+    first.save(state, position, metric=2.5)
+    first.save(make_state(5), Position(5))
     first.wait()
-    restored, got, step = opened().restore(4, abstract(state))
-    assert step == 4
-    assert got == extra
+    restored, info = opened().restore(4, abstract(state))
+    assert info.position == position
     assert_same(restored, state)
-    assert opened().restore(None, abstract(state))[2] == 5
-    assert opened().read_extra(4) == extra
+    assert opened().restore(None, abstract(state))[1].step == 5
+    assert opened().info(4) == info
 
 
 def test_double_precision_special_values_and_integers(opened, x64):
@@ -36,7 +37,7 @@ def test_double_precision_special_values_and_integers(opened, x64):
         "python": 7,
     }
     checkpointer = opened()
-    checkpointer.save(0, state, {})
+    checkpointer.save(state, Position(0))
     checkpointer.wait()
     state["python"] = jnp.asarray(7)
     assert_same(checkpointer.restore(0, abstract(state))[0], state)
@@ -47,7 +48,7 @@ def test_state_may_be_donated_while_it_is_saved(opened):
     state = {"w": jax.random.normal(jax.random.key(0), (300, 400))}
     before = np.asarray(state["w"]).copy()
     checkpointer = opened()
-    checkpointer.save(1, state, {})
+    checkpointer.save(state, Position(1))
     for _ in range(5):
         state = jax.block_until_ready(update(state))
     restored = checkpointer.restore(1, abstract(state))[0]
@@ -59,7 +60,7 @@ def test_part_of_a_state_can_be_read_by_name(opened):
     wanted = {"params": abstract(make_state().params)}
     with pytest.raises(UserError, match="opt_state/1/0/mu/head: bfloat16"):
         opened().restore(3, wanted)
-    restored, _, _ = opened().restore(3, wanted, partial=True)
+    restored, _ = opened().restore(3, wanted, partial=True)
     assert_same(restored["params"], make_state(3).params)
 
 
@@ -79,7 +80,7 @@ def test_another_architecture_is_refused_with_what_differs(opened):
 
 def test_narrowing_is_refused(opened):
     with pytest.raises(ValueError, match="w: JAX has no float64"):
-        opened().save(1, {"w": np.zeros(3)}, {})
+        opened().save({"w": np.zeros(3)}, Position(1))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_narrowing_is_refused(opened):
 def test_newest_and_best_are_kept(opened, metrics, kept, best):
     checkpointer = opened(keep=2)
     for index, metric in enumerate(metrics):
-        checkpointer.save(10 * index + 10, make_state(index), {}, metric)
+        checkpointer.save(make_state(index), Position(10 * index + 10), metric)
     checkpointer.wait()
     for one in (checkpointer, opened(keep=2)):
         assert one.steps() == kept
@@ -109,7 +110,7 @@ def test_newest_and_best_are_kept(opened, metrics, kept, best):
 def test_best_goes_when_it_is_not_wanted(opened):
     checkpointer = opened(keep=1, keep_best=False)
     for step, metric in [(1, 1.0), (2, 2.0)]:
-        checkpointer.save(step, make_state(), {}, metric)
+        checkpointer.save(make_state(), Position(step), metric)
     checkpointer.wait()
     assert checkpointer.steps() == [2]
 
@@ -117,7 +118,7 @@ def test_best_goes_when_it_is_not_wanted(opened):
 def test_milestones_are_kept_for_ever(opened):
     checkpointer = opened(keep=1, keep_every=4)
     for step, metric in [(2, 1.0), (4, 5.0), (6, 2.0), (8, 6.0), (10, 3.0)]:
-        checkpointer.save(step, make_state(step), {}, metric)
+        checkpointer.save(make_state(step), Position(step), metric)
     checkpointer.wait()
     assert checkpointer.steps() == [2, 4, 8, 10]  # the best, two milestones, the newest
     for keep_every, step in ((None, 11), (3, 13)):  # dropped, changed
@@ -128,7 +129,7 @@ def test_milestones_are_kept_for_ever(opened):
 def test_nothing_goes_before_the_new_save_is_complete(opened):
     checkpointer = opened(keep=1)
     save_all(checkpointer, 1)
-    checkpointer.save(2, make_state(2), {})
+    checkpointer.save(make_state(2), Position(2))
     assert 1 in checkpointer.steps()
     checkpointer.wait()
     assert checkpointer.steps() == [2]
@@ -137,7 +138,7 @@ def test_nothing_goes_before_the_new_save_is_complete(opened):
 def test_saving_a_step_again_replaces_it(opened, tmp_path):
     checkpointer = opened()
     save_all(checkpointer, 1)
-    checkpointer.save(1, make_state(9), {"note": "again"}, 1.0)
+    checkpointer.save(make_state(9), Position(1, loss=1.0), 1.0)
     checkpointer.wait()
     assert_same(checkpointer.restore(1, abstract(make_state()))[0], make_state(9))
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["1"]
@@ -166,7 +167,7 @@ def test_directories_that_are_no_checkpoint_are_ignored(opened, lines, tmp_path)
     checkpointer = opened()
     assert checkpointer.steps() == [5]
     assert checkpointer.latest_step() == 5
-    assert checkpointer.restore(None, abstract(make_state()))[2] == 5
+    assert checkpointer.restore(None, abstract(make_state()))[1].step == 5
     assert len(lines) == 2
     assert "c/7 is not a complete checkpoint" in lines[0]
     assert "8.orbax-checkpoint-tmp is not" in lines[1]
@@ -185,7 +186,8 @@ def test_no_checkpoint_at_all(opened):
 
 def test_info_is_plain_json(opened, tmp_path):
     checkpointer = opened()
-    checkpointer.save(3, {"w": jnp.zeros((2, 3))}, {"a": 1}, float("nan"))
+    position = Position(3, tokens=9, dataset="abc")
+    checkpointer.save({"w": jnp.zeros((2, 3))}, position, float("nan"))
     checkpointer.wait()
     text = (tmp_path / "c" / "3" / "info" / "metadata").read_text()
     assert json.loads(text) == {
@@ -194,5 +196,5 @@ def test_info_is_plain_json(opened, tmp_path):
         "measure": None,
         "milestone": False,
         "arrays": {"w": "float32[2, 3]"},
-        "extra": {"a": 1},
+        "extra": position.stored(),
     }

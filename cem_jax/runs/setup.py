@@ -1,0 +1,73 @@
+"""Everything that a run needs, checked before any of it starts or is written."""
+
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from cem_jax.config import Config
+from cem_jax.data.dataset.checks import check_token_ids
+from cem_jax.data.dataset.loader import TrainLoader
+from cem_jax.data.dataset.mixture import Mixture, open_mixture, open_source, single
+from cem_jax.distributed.session import local_rows
+from cem_jax.errors import UserError
+from cem_jax.runs.jax_settings import configure_jax
+from cem_jax.sharding.mesh import batch_sharding
+from cem_jax.train.evaluator import Evaluator
+from cem_jax.train.setup import abstract_state, lay_out
+from cem_jax.train.step import TrainState
+
+
+class Setup(NamedTuple):
+    """A run that may start."""
+
+    config: Config
+    mixture: Mixture
+    loader: TrainLoader
+    evaluator: Evaluator
+    mesh: Mesh
+    state: TrainState  # abstract: shapes, dtypes and shardings
+
+
+def prepare_run(config: Config) -> Setup:
+    """Open the data and lay out the state over the devices. Raises UserError with what is wrong."""
+    config.total_steps  # noqa: B018 - raises when the config does not say how long
+    configure_jax(config)
+    mixture = open_data(config)
+    mesh = lay_out(config)
+    loader = TrainLoader(
+        mixture,
+        context=config.data.context,
+        global_batch=config.train.global_batch,
+        seed=config.data.shuffle_seed,
+        document_mask=config.data.document_mask,
+        prefetch=config.data.prefetch,
+        rows=local_rows(batch_sharding(mesh), config.train.global_batch),
+    )
+    evaluator = Evaluator(config, mixture, config.eval.split, limit=config.eval.batches, mesh=mesh)
+    return Setup(config, mixture, loader, evaluator, mesh, abstract_state(config, mesh))
+
+
+def open_data(config: Config) -> Mixture:
+    """Open the configured dataset or mixture. Raises UserError where it does not fit the model."""
+    if config.data.mixture:
+        mixture = open_mixture(config.data.mixture)
+    elif config.data.path:
+        mixture = single(open_source(config.data.path))
+    else:
+        raise UserError("data.path: not set; name a directory that `cem prepare` wrote")
+    problems = []
+    if mixture.separator != config.data.separator:
+        problems.append(
+            f"data.separator: {config.data.separator}, but the dataset was prepared with "
+            f"{mixture.separator}"
+        )
+    if mixture.vocab_size > config.model.vocab_size:
+        problems.append(
+            f"model.vocab_size: {config.model.vocab_size} is smaller than the dataset's tokenizer, "
+            f"{mixture.vocab_size}"
+        )
+    if problems:
+        raise UserError(*problems)
+    for dataset in mixture.sources:
+        check_token_ids(dataset)
+    return mixture
