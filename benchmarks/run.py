@@ -1,4 +1,4 @@
-"""The benchmarks of the core, a table each: `make benchmarks`, or `benchmarks/run.py NAME…`.
+"""The benchmarks of the core, a table for each: `make benchmarks`, or `benchmarks/run.py NAME…`.
 
 update     jax.grad of the energies against the closed forms
 llama      our Llama's training step against a minimal one in plain JAX
@@ -7,6 +7,7 @@ loop       `cem train` against its bare step
 memory     peak memory of blockwise attention over J
 """
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -193,5 +194,12 @@ def table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Non
 BENCHMARKS = {f.__name__: f for f in (update, llama, recursion, loop, memory)}
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or BENCHMARKS:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    names = parser.parse_args().names or list(BENCHMARKS)
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        parser.error(f"{', '.join(unknown)}: no such benchmark; there are {', '.join(BENCHMARKS)}")
+    for name in names:
         BENCHMARKS[name]()

@@ -23,13 +23,12 @@ def learning_rate(
     `ahead`: that the schedule is so many steps further, and longer: earlier steps were of another
     size, and the schedule goes by what was seen.
     """
-    length = total_steps + ahead
+    length, peak = total_steps + ahead, config.learning_rate
     warmup = max(1, round(config.warmup_fraction * length))
-    done = step.astype(jnp.float32) + (1.0 + ahead)
-    progress = jnp.clip((done - warmup) / max(1, length - warmup), 0.0, 1.0)
-    share = config.final_fraction
-    cosine = share + (1.0 - share) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
-    return config.learning_rate * jnp.where(done < warmup, done / warmup, cosine)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, peak, warmup, max(length, warmup + 1), config.final_fraction * peak
+    )
+    return schedule(step.astype(jnp.float32) + (1.0 + ahead))
 
 
 def adamw(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
