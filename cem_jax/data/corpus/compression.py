@@ -60,13 +60,16 @@ _OTHER_CONTENT = {  # what a file that should be text may really be
 class ByteStream:
     """The decompressed bytes of a .gz, .zst, .xz, .bz2 or plain file, in chunks.
 
+    `on_position` is told how many bytes of the stored file were read.
+
     Iterating raises BadFile for truncated or damaged streams, for content that is not what the
     name says, and when the file cannot be read. Concatenated frames are read to the last one.
     """
 
-    def __init__(self, path: AnyPath):
+    def __init__(self, path: AnyPath, on_position: Callable[[int], None] = lambda position: None):
         with reading(BadFile):
             self._raw: BinaryIO = path.open("rb")
+        self._on_position = on_position
         self._suffix = path.suffix.lower()
 
     def __enter__(self) -> Self:
@@ -74,10 +77,6 @@ class ByteStream:
 
     def __exit__(self, *_: object) -> None:
         self._raw.close()
-
-    def position(self) -> int:
-        """Bytes of the stored file that were read so far."""
-        return self._raw.tell() if not self._raw.closed else 0
 
     def __iter__(self) -> Iterator[bytes]:
         packing = PACKINGS.get(self._suffix)
@@ -97,6 +96,7 @@ class ByteStream:
 
     def _chunks(self, chunk: bytes) -> Iterator[bytes]:
         while chunk:
+            self._on_position(self._raw.tell())
             yield chunk
             with reading(BadFile):
                 chunk = self._raw.read(_READ_BYTES)

@@ -72,8 +72,8 @@ def read_records(
         for row, text, source in parquet_rows(path, fields.text, fields.source, on_position):
             yield Record(row, "value", text, source)
         return
-    with ByteStream(path) as stream:
-        chunks = _watched(stream, on_position)
+    with ByteStream(path, on_position) as stream:
+        chunks = iter(stream)
         if form.startswith(".txt"):
             whole = _joined(chunks, limits.largest)
             yield Record(1, "value", Missing("too_long") if whole is None else _without_bom(whole))
@@ -177,12 +177,6 @@ def _decoded(raw: bytes | bytearray, size: int) -> Iterator[str]:
         except UnicodeDecodeError:
             raise BadRecord("invalid_utf8") from None
         start = end
-
-
-def _watched(stream: ByteStream, on_position: Callable[[int], None]) -> Iterator[bytes]:
-    for chunk in stream:
-        on_position(stream.position())
-        yield chunk
 
 
 def _joined(chunks: Iterator[bytes], largest: int) -> bytearray | None:
