@@ -39,21 +39,16 @@ class Fields(NamedTuple):
     source: str | None = None  # names the record's source
 
 
-class Missing(NamedTuple):
-    """In place of a text: a record that has none, and why."""
-
-    reason: str
-
-
 class Record(NamedTuple):
     line: int  # 1-based line of the file, or row of a Parquet file
-    kind: str  # json: bytes of a value still to be parsed | value: its text as UTF-8
-    data: bytes | bytearray | Missing | None
-    source: Any = None  # with kind value
+    data: bytes | bytearray | None  # text as UTF-8, or a JSON value that is still to be parsed
+    is_json: bool = False
+    source: Any = None  # of a Parquet row
+    fault: str | None = None  # why it has no text
 
     def size(self) -> int:
-        """Bytes held, roughly."""
-        return len(self.data) if isinstance(self.data, bytes | bytearray) else 1
+        """Return the bytes held, roughly."""
+        return len(self.data or b"")
 
 
 def read_records(
@@ -70,13 +65,13 @@ def read_records(
     form = file_format(path)
     if form.startswith(".parquet"):
         for row, text, source in parquet_rows(path, fields.text, fields.source, on_position):
-            yield Record(row, "value", text, source)
+            yield Record(row, text, source=source)
         return
     with ByteStream(path, on_position) as stream:
         chunks = iter(stream)
         if form.startswith(".txt"):
             whole = _joined(chunks, limits.largest)
-            yield Record(1, "value", Missing("too_long") if whole is None else _without_bom(whole))
+            yield _too_long(1) if whole is None else Record(1, _without_bom(whole))
         elif form.startswith(".jsonl"):
             yield from _line_records(chunks, limits.largest, array_hint=True)
         else:
@@ -110,9 +105,9 @@ def read_document(
     whitespace).
     """
     text, source = record.data, record.source
-    if isinstance(text, Missing):
-        raise BadRecord(text.reason)
-    if record.kind == "json":
+    if record.fault:
+        raise BadRecord(record.fault)
+    if record.is_json:
         element, strings = parse_cut(text, limits)
         text = _field(element, fields.text)
         text = strings.get(text, text) if isinstance(text, str) else text
@@ -197,7 +192,7 @@ def _line_records(
 ) -> Iterator[Record]:
     for number, line in enumerate(_lines(chunks, largest), start=1):
         if line is None:
-            yield Record(number, "value", Missing("too_long"))
+            yield _too_long(number)
             continue
         if number == 1:
             line = _without_bom(line)
@@ -206,7 +201,7 @@ def _line_records(
                     "is a JSON array, not one object a line: its name should end in .json"
                 )
         if line and not line.isspace():
-            yield Record(number, "json", line)
+            yield Record(number, line, is_json=True)
 
 
 def _lines(chunks: Iterator[bytes], largest: int) -> Iterator[bytes | bytearray | None]:
@@ -236,9 +231,13 @@ def _json_records(chunks: Iterator[bytes], largest: int) -> Iterator[Record]:
     everything = itertools.chain([head] if head else [], chunks)
     if head.lstrip().startswith(b"["):
         for line, element in array_elements(everything, largest):
-            yield Record(line, "json", element)
+            yield Record(line, element, is_json=True)
     else:
         yield from _line_records(everything, largest)
+
+
+def _too_long(line: int) -> Record:
+    return Record(line, None, fault="too_long")
 
 
 def _without_bom(raw: bytes | bytearray) -> bytes | bytearray:

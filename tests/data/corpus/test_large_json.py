@@ -26,7 +26,7 @@ SMALL = Limits(long_json=0, long_string=6, piece=7)  # cuts everything into piec
 
 def document(raw, fields=None):
     fields = fields or Fields("text")
-    source, pieces = read_document(Record(1, "json", raw), fields, SMALL)
+    source, pieces = read_document(Record(1, raw, is_json=True), fields, SMALL)
     return source, "".join(piece.text for piece in pieces)
 
 
@@ -49,7 +49,7 @@ def test_surrogate_pairs_are_joined_and_lone_ones_mended(before):
     filler = "a" * before
     assert document(b'{"text": "%b\\ud83d\\ude80 b"}' % filler.encode())[1] == filler + "🚀 b"
     _, pieces = read_document(
-        Record(1, "json", b'{"text": "%b\\ud83d b\\ude80"}' % filler.encode()),
+        Record(1, b'{"text": "%b\\ud83d b\\ude80"}' % filler.encode(), is_json=True),
         Fields("text"),
         SMALL,
     )

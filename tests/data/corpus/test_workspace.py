@@ -64,7 +64,7 @@ def test_the_working_directory_itself(tmp_path, corpus, model_file, monkeypatch)
 def test_what_prepare_made_within_its_input_is_no_corpus(
     tmp_path, corpus, model_file, monkeypatch, capsys
 ):
-    """A run that is killed goes on, and a finished dataset is passed over, and told."""
+    """A killed run continues there, and a finished dataset is passed over with a note."""
     whole = prepare([str(corpus)], model_file, tmp_path / "whole")
     often = Limits(keep_seconds=0.0, batch=2000)
     encode_all = prepare_module.encode_all

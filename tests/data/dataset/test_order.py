@@ -50,7 +50,7 @@ def test_held_out_documents_stay_out_in_every_epoch(tmp_path, model_file):
 
 @pytest.mark.parametrize("stops", [(3, 6, 9), (1,), (18, 19, 60)])
 def test_a_run_killed_anywhere_draws_what_an_undisturbed_one_does(dataset, stops):
-    """Each part by a loader of its own, as after a restart; epochs go on counting."""
+    """Each part by a loader of its own, as after a restart; epochs keep counting."""
     whole = numbers(loader(dataset), range(100))
     pieces, start = [], 0
     for stop in (*stops, 100):
