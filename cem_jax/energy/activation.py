@@ -95,7 +95,7 @@ def antiderivative(name: str) -> Callable[[Shaped[Array, "*N"]], Float[Array, "*
     """
     phi = activation(name).phi
 
-    def function(x):
+    def function(x: Shaped[Array, "*N"]) -> Float[Array, "*N"]:
         x = jnp.asarray(x)
         dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
         return phi(x.astype(jnp.promote_types(dtype, jnp.float32))).astype(dtype)

@@ -4,7 +4,7 @@ Shapes: B batch · J positions · C cache length · N new positions · D model d
 R head dim.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -55,7 +55,7 @@ class CEMAttention(Heads, CEMSublayer):
         self.preconditioner = preconditioner(c, config.dim, heads, rngs)
 
     def frame(self, h: Float[Array, "*B J D"], segments: Int[Array, "*B J"] | None = None) -> Frame:
-        """Keys, and the query weight with the preconditioner folded in."""
+        """Return keys, and the query weight with the preconditioner folded in."""
         context = context_of(
             h,
             self.key[...],
@@ -72,7 +72,7 @@ class CEMAttention(Heads, CEMSublayer):
         return self._frame(context._replace(k=k, h=h))
 
     def force(self, u: Float[Array, "*B J D"], frame: Frame) -> Float[Array, "*B J D"]:
-        """F(u) = Σ_k P_k(W^Q_kᵀ o_k [ + d_k ∘ a_k ]) (Eq. 14)."""
+        """Return F(u) = Σ_k P_k(W^Q_kᵀ o_k [ + d_k ∘ a_k ]) (Eq. 14)."""
         c = self.settings
         return force_on_state(
             u,
@@ -88,14 +88,14 @@ class CEMAttention(Heads, CEMSublayer):
         )
 
     def energy_at(self, u: Float[Array, "*B J D"], frame: Frame) -> Float[Array, "*B J"]:
-        """ε(u_i | h_1:i) (Eq. 2, 12)."""
+        """Return ε(u_i | h_1:i) (Eq. 2, 12)."""
         q_BJKR, g = self._coordinates(u)
         return energy_of_query(q_BJKR, g, frame.context, tau=self.tau, **self._kernel())
 
     def statistics(
-        self, x: Float[Array, "*B J D"], context: Float[Array, "*B J D"], **inputs
+        self, x: Float[Array, "*B J D"], context: Float[Array, "*B J D"], **inputs: Any
     ) -> dict[str, Float[Array, ""]]:
-        """`entropy` and `self_mass` of the attention from state x, means over heads and tokens."""
+        """Return the attention's `entropy` and `self_mass` at x, means over heads and tokens."""
         u, frame = self.normed(x), self.frame(context, **inputs)
         q_BJKR, g = self._coordinates(u)
         entropy, self_mass = attention_statistics(

@@ -35,12 +35,12 @@ class CEMMLP(CEMSublayer):
         self.preconditioner = preconditioner(c, config.dim, None, rngs)
 
     def frame(self, h: Float[Array, "*B J D"]) -> Frame:
-        """γ = multiplier h, and the tied weight with the preconditioner folded in."""
+        """Return γ = multiplier h, and the tied weight with the preconditioner folded in."""
         p = None if self.preconditioner is None else self.preconditioner.factors()
         return Frame(project(h, self.multiplier[...]), precondition(self.tied[...], p))
 
     def force(self, u: Float[Array, "*B J D"], frame: Frame) -> Float[Array, "*B J D"]:
-        """F(u) = P tiedᵀ(γ ∘ σ(tied u)) (Eq. 15)."""
+        """Return F(u) = P tiedᵀ(γ ∘ σ(tied u)) (Eq. 15)."""
         z = project(u, self.tied[...])
         force = hidden_force(
             z, frame.gamma, activation=self.settings.activation, update=self.settings.update
@@ -48,6 +48,6 @@ class CEMMLP(CEMSublayer):
         return readout(force, frame.folded)
 
     def energy_at(self, u: Float[Array, "*B J D"], frame: Frame) -> Float[Array, "*B J"]:
-        """ξ(u_i | h_i) (Eq. 7)."""
+        """Return ξ(u_i | h_i) (Eq. 7)."""
         z = project(u, self.tied[...])
         return hidden_energy(z, frame.gamma, activation=self.settings.activation)

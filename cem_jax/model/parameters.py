@@ -11,9 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from cem_jax.config import AttentionConfig, MLPConfig, ModelConfig
 from cem_jax.energy import Preconditioner
+
+Shape = tuple[int, ...]
+Axes = tuple[str, ...]
 
 LOW_RANK_STD = 0.02  # of the preconditioner's left factor (App. D.4)
 INVERSE_SOFTPLUS_OF_1 = math.log(math.e - 1)
@@ -29,14 +33,14 @@ def with_values(make: Callable[[], nnx.Module], values: dict[str, Any]) -> Any:
     return nnx.merge(graph, state)
 
 
-def matrix(rngs: nnx.Rngs, shape, axes, std: float) -> nnx.Param:
-    """N(0, std²), float32."""
+def matrix(rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float) -> nnx.Param:
+    """Draw a weight from N(0, std²), float32."""
     value = std * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(value, axes=axes, decays=True)
 
 
-def constant(value: float, shape, axes) -> nnx.Param:
-    """A scale, bias or diagonal, all of one value, float32."""
+def constant(value: float, shape: Shape, axes: Axes) -> nnx.Param:
+    """Make a scale, bias or diagonal, all of one value, float32."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), axes=axes, decays=False)
 
 
@@ -63,7 +67,7 @@ class PreconditionerParameters(nnx.Module):
         self.right = matrix(rngs, shape, axes, 0.0) if symmetric else None
 
     def factors(self) -> Preconditioner:
-        """P as `energy.Preconditioner`."""
+        """Return P as `energy.Preconditioner`."""
         left = None if self.left is None else self.left[...]
         right = None if self.right is None else self.right[...]
         return Preconditioner(self.p[...] * self.scale, left, right)
@@ -72,22 +76,22 @@ class PreconditionerParameters(nnx.Module):
 def preconditioner(
     config: AttentionConfig | MLPConfig, dim: int, heads: int | None, rngs: nnx.Rngs
 ) -> PreconditionerParameters | None:
-    """What the configuration asks for; None for P = I."""
+    """Return the parameters of P that the configuration asks for; None for P = I."""
     if config.preconditioner == "none":
         return None
     return PreconditionerParameters(config, dim, heads, rngs)
 
 
 def step_size(value: float, learned: bool) -> nnx.Param | float:
-    """η: a number, or a parameter that starts there."""
+    """Return η: a number, or a parameter that starts there."""
     return constant(value, (), ()) if learned else value
 
 
-def number(step: nnx.Param | float):
-    """η as the energies take it."""
+def number(step: nnx.Param | float) -> Float[Array, ""] | float:
+    """Return η as the energies take it."""
     return step[...] if isinstance(step, nnx.Param) else step
 
 
 def norm_weight(config: ModelConfig) -> nnx.Param:
-    """RMSNorm's weight, 1 at the start."""
+    """Return an RMSNorm weight, 1 at the start."""
     return constant(1.0, (config.dim,), ("embed",))

@@ -26,17 +26,17 @@ class ParameterInfo(NamedTuple):
 
 
 def initialise(config: ModelConfig, key: jax.Array) -> Parameters:
-    """Fresh parameters, float32; the same on every mesh when called under jit."""
+    """Draw fresh parameters, float32; the same on every mesh when called under jit."""
     return nnx.to_pure_dict(nnx.state(_fresh(config, key), nnx.Param))
 
 
 def bind(config: ModelConfig, parameters: Parameters) -> Transformer:
-    """The model with these parameters, to be called within a traced function."""
+    """Return the model with these parameters, to be called within a traced function."""
     return with_values(lambda: _fresh(config), parameters)
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:
-    """A tree like the parameters', of ParameterInfo."""
+    """Return a tree like the parameters', of ParameterInfo."""
     described = {}
     abstract = nnx.eval_shape(lambda: _fresh(config))
     for path, param in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
@@ -56,17 +56,17 @@ def describe(config: ModelConfig) -> dict[str, Any]:
 
 
 def is_info(node: Any) -> bool:
-    """For `jax.tree.map` over `describe`'s tree."""
+    """Return whether a node is a leaf of `describe`'s tree, for `jax.tree.map`."""
     return isinstance(node, ParameterInfo)
 
 
 def count(config: ModelConfig) -> int:
-    """Parameters in all."""
+    """Return the number of parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(abstract_parameters(config)))
 
 
 def abstract_parameters(config: ModelConfig) -> Any:
-    """Shapes and dtypes of the parameters."""
+    """Return the shapes and dtypes of the parameters."""
     to_struct = lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype)
     return jax.tree.map(to_struct, describe(config), is_leaf=is_info)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from cem_jax.kernels import target_platform
@@ -58,7 +59,7 @@ def sum_of_losses(
     *,
     weights: Float[Array, "B J"] | None = None,
     segments: Int[Array, "B T"] | None = None,
-    dtype=None,
+    dtype: DTypeLike | None = None,
     z_loss: float = 0.0,
     shards: int = 1,
     chunks: ChunkSize | None = None,

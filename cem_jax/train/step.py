@@ -37,6 +37,8 @@ class StepMetrics(NamedTuple):
     skipped_steps: Int[Array, ""]
 
 
+# (params, batch, total weight) -> (objective, loss)
+LossOf = Callable[[Any, "Batch", Any], tuple[Float[Array, ""], Float[Array, ""]]]
 Batch = dict[str, Array]  # tokens [B, J+1]; optionally weights [B, J] and segments [B, J+1]
 
 
@@ -94,8 +96,10 @@ def make_train_step(
     return step
 
 
-def accumulate(loss_of, params, batch: Batch, microbatches: int):
-    """(loss, gradient) of the whole batch, one microbatch at a time.
+def accumulate(
+    loss_of: LossOf, params: Any, batch: Batch, microbatches: int
+) -> tuple[Float[Array, ""], Any]:
+    """Return loss and gradient of the whole batch, computed one microbatch at a time.
 
     `loss_of(params, part, total_weight)` gives (objective, loss to report), both already divided by
     the whole batch's weight, so that the parts simply add up.

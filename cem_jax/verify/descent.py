@@ -13,7 +13,7 @@ Shapes: B sequences · J positions · D model dim · N steps.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -41,13 +41,7 @@ class Fact:
     steps: int
 
     def to_json(self) -> dict[str, Any]:
-        return dict(
-            sublayer=self.sublayer,
-            provable=self.provable,
-            reason=self.reason,
-            rising=self.rising,
-            steps=self.steps,
-        )
+        return asdict(self)
 
 
 def facts(case: Case) -> Iterator[tuple[Fact, Row | None]]:

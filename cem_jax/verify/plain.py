@@ -7,6 +7,7 @@ Shapes: J positions (i query, j key) · D model dim · K heads · R head dim · 
 V vocabulary.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,25 +15,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.stats import norm as normal
+from jaxtyping import Array, Float, Int
 
 from cem_jax.config import ModelConfig
-from cem_jax.energy.activation import ACTIVATIONS
+from cem_jax.energy.activation import activation as library_activation
 
 Parameters = dict[str, Any]
+States = Float[Array, "J D"]
+Segments = Int[Array, " J"] | None
 
-# The activations once more; one that is not written here is the library's own σ, which is then
-# compared with its φ alone.
-SIGMA = {name: entry.sigma for name, entry in ACTIVATIONS.items()} | {
+_SIGMA = {
     "silu": lambda x: x / (1.0 + jnp.exp(-x)),
     "gelu": lambda x: x * normal.cdf(x),
     "relu": lambda x: jnp.where(x > 0, x, 0.0),
 }
 
 
+def sigma(name: str) -> Callable[[Float[Array, "*N"]], Float[Array, "*N"]]:
+    """Return σ as written here; the library's own where it is not, to be compared with its φ."""
+    return _SIGMA[name] if name in _SIGMA else library_activation(name).sigma
+
+
 def logits(
-    parameters: Parameters, tokens_J: jax.Array, segments_J: jax.Array | None, c: ModelConfig
-) -> jax.Array:
-    """[J, V] logits of one sequence."""
+    parameters: Parameters, tokens_J: Int[Array, " J"], segments_J: Segments, c: ModelConfig
+) -> Float[Array, "J V"]:
+    """Return the logits of one sequence."""
     x_JD = parameters["embedding"][tokens_J]
     for layer in range(c.layers):
         block = jax.tree.map(lambda leaf, i=layer: leaf[i], parameters["blocks"])
@@ -42,7 +49,7 @@ def logits(
     return norm(x_JD, parameters["norm"], c.norm_eps) @ head_VD.T
 
 
-def attention(x_JD, p: Parameters, segments_J, c: ModelConfig) -> jax.Array:
+def attention(x_JD: States, p: Parameters, segments_J: Segments, c: ModelConfig) -> States:
     """The attention sublayer: T steps of Eq. 16, or T times Llama's."""
     if c.attention.kind == "llama":
         for _ in range(c.attention.steps):
@@ -55,7 +62,7 @@ def attention(x_JD, p: Parameters, segments_J, c: ModelConfig) -> jax.Array:
     return state_JD
 
 
-def mlp(x_JD, p: Parameters, c: ModelConfig) -> jax.Array:
+def mlp(x_JD: States, p: Parameters, c: ModelConfig) -> States:
     """The MLP sublayer: T steps of Eq. 17, or T times the gated MLP."""
     if c.mlp.kind == "gated":
         for _ in range(c.mlp.steps):
@@ -72,7 +79,9 @@ def mlp(x_JD, p: Parameters, c: ModelConfig) -> jax.Array:
 
 
 @partial(jax.jit, static_argnames="c")
-def attention_step(x_JD, h_JD, p: Parameters, segments_J, c: ModelConfig) -> jax.Array:
+def attention_step(
+    x_JD: States, h_JD: States, p: Parameters, segments_J: Segments, c: ModelConfig
+) -> States:
     """x + η F(u) of the interaction energy."""
     force_JD = interaction_force(_state_norm(x_JD, p, c), h_JD, p, segments_J, c)
     eta = p.get("eta", c.attention.step_size)
@@ -80,14 +89,16 @@ def attention_step(x_JD, h_JD, p: Parameters, segments_J, c: ModelConfig) -> jax
 
 
 @partial(jax.jit, static_argnames="c")
-def mlp_step(x_JD, h_JD, p: Parameters, c: ModelConfig) -> jax.Array:
+def mlp_step(x_JD: States, h_JD: States, p: Parameters, c: ModelConfig) -> States:
     """x + η F(u) of the element-wise energy."""
     force_JD = elementwise_force(_state_norm(x_JD, p, c), h_JD, p, c)
     return x_JD + p.get("eta", c.mlp.step_size) * _through_norm(force_JD, x_JD, p, c)
 
 
 @partial(jax.jit, static_argnames="c")
-def interaction_force(u_JD, h_JD, p: Parameters, segments_J, c: ModelConfig) -> jax.Array:
+def interaction_force(
+    u_JD: States, h_JD: States, p: Parameters, segments_J: Segments, c: ModelConfig
+) -> States:
     """Σ_k P_k (W^Q_kᵀ o_k [ + d_k ∘ Σ_j α_k h_j ]) (Eq. 3, 14), [J, D]."""
     exact = c.attention.diagonal_in_update
 
@@ -105,7 +116,9 @@ def interaction_force(u_JD, h_JD, p: Parameters, segments_J, c: ModelConfig) -> 
 
 
 @partial(jax.jit, static_argnames="c")
-def interaction_energy(u_JD, h_JD, p: Parameters, segments_J, c: ModelConfig) -> jax.Array:
+def interaction_energy(
+    u_JD: States, h_JD: States, p: Parameters, segments_J: Segments, c: ModelConfig
+) -> Float[Array, " J"]:
     """ε = −τ Σ_k log Σ_j exp s_ijk (Eq. 2, 12), [J]."""
     heads = _heads(p, c)
     lse_KJ = jax.lax.map(
@@ -115,16 +128,18 @@ def interaction_energy(u_JD, h_JD, p: Parameters, segments_J, c: ModelConfig) ->
 
 
 @partial(jax.jit, static_argnames="c")
-def elementwise_force(u_JD, h_JD, p: Parameters, c: ModelConfig) -> jax.Array:
+def elementwise_force(u_JD: States, h_JD: States, p: Parameters, c: ModelConfig) -> States:
     """P tiedᵀ (γ ∘ σ(tied u)) (Eq. 15), [J, D]."""
     gamma_JM, z_JM = h_JD @ p["multiplier"].T, u_JD @ p["tied"].T
-    force_JD = (gamma_JM * SIGMA[c.mlp.activation](z_JM)) @ p["tied"]
+    force_JD = (gamma_JM * sigma(c.mlp.activation)(z_JM)) @ p["tied"]
     if "preconditioner" in p:
         force_JD = force_JD @ preconditioner(p["preconditioner"], c.dim)
     return force_JD
 
 
-def elementwise_energy(u_JD, h_JD, p: Parameters, c: ModelConfig) -> np.ndarray:
+def elementwise_energy(
+    u_JD: States, h_JD: States, p: Parameters, c: ModelConfig
+) -> Float[np.ndarray, " J"]:
     """ξ = −γ·φ(tied u) (Eq. 7), φ by quadrature, [J]."""
     u_JD, h_JD, multiplier_MD, tied_MD = map(np.asarray, (u_JD, h_JD, p["multiplier"], p["tied"]))
     phi_JM = antiderivative(c.mlp.activation, u_JD @ tied_MD.T)
@@ -135,9 +150,9 @@ def antiderivative(name: str, x: np.ndarray) -> np.ndarray:
     """φ(x) = ∫σ from far below 0 to x, by quadrature in float64; σ may have a kink at 0."""
     x = np.asarray(x, np.float64)
     below, above = np.minimum(x, 0.0), np.maximum(x, 0.0)
-    sigma = jax.jit(SIGMA[name])
+    function = jax.jit(sigma(name))
     # below −45 the rest of the integral is under 1e-17
-    return _integral(sigma, below - 45.0, below) + _integral(sigma, np.zeros_like(x), above)
+    return _integral(function, below - 45.0, below) + _integral(function, np.zeros_like(x), above)
 
 
 def _integral(function, low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -155,7 +170,7 @@ def _integral(function, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return half * total
 
 
-def preconditioner(factors: Parameters, dim: int) -> jax.Array:
+def preconditioner(factors: Parameters, dim: int) -> Float[Array, "D D"]:
     """P = diag(softplus(p√D)) + left·rightᵀ + right·leftᵀ, or + left·leftᵀ (Eq. 13), [D, D]."""
     matrix_DD = jnp.diag(jnp.log1p(jnp.exp(factors["p"] * np.sqrt(dim))))
     if "left" in factors:
@@ -165,7 +180,7 @@ def preconditioner(factors: Parameters, dim: int) -> jax.Array:
     return matrix_DD
 
 
-def norm(x_JD, weight_D, eps: float) -> jax.Array:
+def norm(x_JD: States, weight_D: Float[Array, " D"] | None, eps: float) -> States:
     """x / √(mean x² + eps), times the weight if there is one."""
     u_JD = x_JD / jnp.sqrt(jnp.mean(x_JD**2, axis=-1, keepdims=True) + eps)
     return u_JD if weight_D is None else u_JD * weight_D[None]
@@ -246,11 +261,11 @@ def _llama_attention(x_JD, p: Parameters, segments_J, c: ModelConfig):
 @partial(jax.jit, static_argnames="c")
 def _gated_mlp(x_JD, p: Parameters, c: ModelConfig):
     h_JD = norm(x_JD, p["norm"], c.norm_eps)
-    hidden_JM = SIGMA[c.mlp.activation](h_JD @ p["gate"].T) * (h_JD @ p["up"].T)
+    hidden_JM = sigma(c.mlp.activation)(h_JD @ p["gate"].T) * (h_JD @ p["up"].T)
     return x_JD + hidden_JM @ p["down"]
 
 
-def step_weight(p: Parameters, c: ModelConfig) -> jax.Array | None:
+def step_weight(p: Parameters, c: ModelConfig) -> Float[Array, " D"] | None:
     """The weight of the norm inside the recursion."""
     return {"shared": p["norm"], "separate": p.get("step_norm")}.get(c.step_norm)
 

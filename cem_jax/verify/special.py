@@ -96,7 +96,7 @@ def activation_rows(name: str) -> Iterator[Row]:
     """φ' = σ by autodiff and differences, φ = ∫σ by quadrature, σ itself and its slope."""
     x = np.concatenate([np.linspace(-20.0, 20.0, 401), [0.0, 1e-3, -1e-3]])
     with precision("float64"):
-        sigma = np.asarray(plain.SIGMA[name](x))
+        sigma = np.asarray(plain.sigma(name)(x))
         phi = plain.antiderivative(name, x)
     scale = 1.0 + np.abs(x)
     phi_of, sigma_of = antiderivative(name), activation(name).sigma
@@ -121,7 +121,7 @@ def activation_rows(name: str) -> Iterator[Row]:
         check = f"{name}: φ' = σ, central differences"
         yield Row(check, "401", "float64", error, tolerance)
         points = np.linspace(-20.0, 20.0, 40_001)
-        chords = np.diff(np.asarray(plain.SIGMA[name](points))) / np.diff(points)
+        chords = np.diff(np.asarray(plain.sigma(name)(points))) / np.diff(points)
         # between two points the slope is at least the chord's; the bound is rounded up, no more
         share = np.abs(chords).max() / activation(name).slope - 1.0
         check = f"{name}: |σ'| at most {activation(name).slope}"

@@ -1,9 +1,10 @@
-"""The energies of Eq. 2, 7, 12 and Appendix B in loops, in NumPy and float64.
+"""The interaction energy of Eq. 2, 12 and Appendix B, in NumPy and float64.
 
-Shapes: J positions (i query, j key) · D model dim · K heads · R head dim · M MLP dim.
+Shapes: J positions (i query, j key) · D model dim · K heads · R head dim.
 """
 
 import numpy as np
+from attention_oracle import attention
 
 
 def rotation(position: float, width: int, base: float) -> np.ndarray:
@@ -16,31 +17,16 @@ def rotation(position: float, width: int, base: float) -> np.ndarray:
     return matrix
 
 
-def interaction(
-    u, h, query, key, *, tau, diagonal=None, slopes=None, self_bias=None, rotary=None, segments=None
-):
-    """ε(u_i | h_1:i), [J], from A_ijk = diag(d_k) + W^Q_kᵀ rot(i)ᵀ rot(j) W^K_k written out."""
-    heads, width, _ = query.shape
-    energy = np.zeros(len(u))
-    for i in range(len(u)):
-        for k in range(heads):
-            scores = []
-            for j in range(i + 1):
-                if segments is not None and segments[i] != segments[j]:
-                    continue
-                turn = np.eye(width)
-                if rotary is not None:
-                    at = lambda p: rotation(rotary[0][p], width, rotary[1])
-                    turn = at(i).T @ at(j)
-                matrix = query[k].T @ turn @ key[k]
-                if diagonal is not None:
-                    matrix = matrix + np.diag(diagonal if diagonal.ndim == 1 else diagonal[k])
-                bias = 0.0 if slopes is None else -slopes[k] * (i - j)
-                if self_bias is not None and i == j:
-                    bias += self_bias[k]
-                scores.append((matrix @ h[j]) @ u[i] / tau + bias)
-            energy[i] -= tau * np.logaddexp.reduce(scores)
-    return energy
+def interaction(u, h, query, key, *, tau, diagonal=None, rotary=None, **scores):
+    """ε(u_i | h_1:i), [J], its scores and their sums in loops."""
+    q, k = np.einsum("krd,jd->jkr", query, u), np.einsum("krd,jd->jkr", key, h)
+    if rotary is not None:
+        positions, base = rotary
+        turns = np.stack([rotation(position, q.shape[-1], base) for position in positions])
+        q, k = (np.einsum("jrs,jks->jkr", turns, x) for x in (q, k))
+    if diagonal is not None:
+        scores |= dict(g=u * diagonal if diagonal.ndim == 1 else u[:, None] * diagonal, h=h)
+    return -tau * attention(q, k, tau=tau, **scores)[0].sum(0)
 
 
 def random_layer(rng, *, positions=5, dim=6, heads=2, width=4, leading=(), diagonal="none") -> dict:

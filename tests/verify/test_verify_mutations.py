@@ -132,6 +132,31 @@ def test_another_phi(monkeypatch, name):
     }
 
 
+def test_a_bound_on_the_slope_that_does_not_hold(monkeypatch):
+    from cem_jax.energy import activation
+
+    for slope in (1.05, 1.2):  # too small, and larger than it need be
+        broken = activation.ACTIVATIONS["silu"]._replace(slope=slope)
+        monkeypatch.setitem(activation.ACTIVATIONS, "silu", broken)
+        assert failing(special.activation_rows("silu")) == {f"silu: |σ'| at most {slope}"}
+
+
+def test_an_activation_of_the_table_alone(monkeypatch):
+    """z·sigmoid(2z), which `plain` does not know: its rows come with its entry."""
+    from cem_jax.energy import activation
+
+    silu = activation.ACTIVATIONS["silu"]
+    sigma = lambda x: x * jax.nn.sigmoid(2.0 * x)
+    phi = jax.custom_jvp(lambda x: silu.phi(2.0 * x) / 4.0)
+    phi.defjvp(lambda primals, tangents: (phi(*primals), sigma(*primals) * tangents[0]))
+    entry = silu._replace(name="swish2", sigma=sigma, phi=phi)
+    monkeypatch.setitem(activation.ACTIVATIONS, "swish2", entry)
+    assert not failing(special.activation_rows("swish2"))
+    wrong = entry._replace(phi=lambda x: silu.phi(2.0 * x) / 2.0)
+    monkeypatch.setitem(activation.ACTIVATIONS, "swish2", wrong)
+    assert "swish2: φ = ∫σ, quadrature" in failing(special.activation_rows("swish2"))
+
+
 def test_a_view_of_the_future(monkeypatch, fresh_caches):
     from cem_jax.kernels import blockwise
 

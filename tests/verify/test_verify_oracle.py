@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from verify_cases import small
 
+from cem_jax.energy.activation import ACTIVATIONS
 from cem_jax.verify import descent, plain, report
 
 
@@ -64,13 +65,13 @@ class TestOracle:
         force = plain.interaction_force(u, h, p, None, case.model)
         np.testing.assert_allclose(force, -jax.grad(energy)(u), rtol=0, atol=1e-13)
 
-    @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
     def test_antiderivative(self, x64, activation):
         x, step = np.linspace(-12.0, 12.0, 50), 1e-3
         rise = plain.antiderivative(activation, x + step) - plain.antiderivative(
             activation, x - step
         )
-        sigma = np.asarray(plain.SIGMA[activation](jnp.asarray(x)))
+        sigma = np.asarray(plain.sigma(activation)(jnp.asarray(x)))
         np.testing.assert_allclose(rise / (2 * step), sigma, rtol=0, atol=1e-6)
         assert abs(plain.antiderivative(activation, np.array([-45.0]))[0]) < 1e-17
 
