@@ -1,7 +1,7 @@
-"""`cem <command>`: parse, dispatch, exit codes. A command's code is imported only when it runs.
+"""`cem <command>`: parse the arguments, run the command, and turn what happens into an exit code.
 
 Exit codes: 0 done · 2 the user's input (`cem: error: …` lines, no traceback) · 130 interrupted ·
-1 anything else, a failed verification and a step that does not fit included.
+1 anything else, including a failed verification and a step that does not fit.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def _status(argv: Sequence[str]) -> int:
         _drop_output()
         return 1
     except Exception as error:
-        if _came_of_ctrl_c(error):
+        if _is_interruption(error):
             return _interrupted()
         if isinstance(error, OSError) and error.filename is None and _output_fails():
             _complain(f"standard output cannot be written: {error.strerror}")
@@ -53,8 +53,8 @@ def _status(argv: Sequence[str]) -> int:
         return 1
 
 
-def _came_of_ctrl_c(error: BaseException | None) -> bool:
-    """Modules in C make an ImportError of a KeyboardInterrupt that came while they were loaded."""
+def _is_interruption(error: BaseException | None) -> bool:
+    """Modules in C turn a KeyboardInterrupt that arrives while they load into an ImportError."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -1,4 +1,4 @@
-"""Standard streams for long work: closed, full or unread, they do not end it."""
+"""Standard streams that do not end long work when they are closed, full or unread."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ _STREAMS = ("stdout", "stderr")
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """Within it sys.stderr takes everything, and neither stream is None.
+    """Let sys.stderr accept everything, and neither stream be None, within the context.
 
-    A progress line is for whoever reads it; when nobody does any more, a run of days goes on. What
-    a command was asked for goes to standard output, and there a failure is still told.
+    Progress lines are for whoever reads them; a run of days continues when nobody does any more.
+    What a command was asked for goes to standard output, where a failure is still reported.
     """
     _open_missing()
     before = sys.stderr
@@ -26,9 +26,10 @@ def lasting() -> Iterator[None]:
 
 
 def _open_missing() -> None:
-    """Point the descriptors 0 to 2 that are closed at nothing.
+    """Open those of the descriptors 0 to 2 that are closed on /dev/null.
 
-    The next files opened would get them, and what libraries write to "standard error" with them.
+    Otherwise the next files to be opened would get them, and with them what libraries write to
+    standard error.
     """
     for number in range(3):
         try:

@@ -2,8 +2,8 @@
 
     schema    the fields, their types and ranges; loading a configuration
     rules     what must hold between fields
-    values    how text becomes a field's value
-    names     what may be meant by a name that is no field
+    values    how a field's value is read and checked
+    names     which field may be meant by a name that is none
     file      running a configuration file
 
 `configs/base.py` says what each field means.
@@ -12,16 +12,10 @@
 from cem_jax.config.rules import mesh_sizes, split_sizes
 from cem_jax.config.schema import (
     AttentionConfig,
-    CheckpointConfig,
     Config,
-    DataConfig,
-    EvalConfig,
-    LogConfig,
-    MeshConfig,
     MLPConfig,
     ModelConfig,
     OptimizerConfig,
-    TrainConfig,
     differences,
     fields,
     flattened,
@@ -32,16 +26,10 @@ from cem_jax.config.schema import (
 
 __all__ = [
     "AttentionConfig",
-    "CheckpointConfig",
     "Config",
-    "DataConfig",
-    "EvalConfig",
-    "LogConfig",
     "MLPConfig",
-    "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
-    "TrainConfig",
     "differences",
     "fields",
     "flattened",

@@ -1,4 +1,4 @@
-"""Running a configuration file, `file.py` or `file.py:argument`."""
+"""Run a configuration file, `file.py` or `file.py:argument`."""
 
 import contextlib
 import importlib
@@ -24,8 +24,9 @@ _KINDS = {
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """What `get_config()` in the file returns. Raises UserError as `call_in_file` does, and when
-    it returns no ConfigDict.
+    """Return what `get_config()` in the file returns, as nested dicts.
+
+    Raises UserError as `call_in_file` does, and when that is no ConfigDict.
     """
 
     def as_dict(config: Any) -> dict[str, Any]:
@@ -40,12 +41,12 @@ def read_config_file(path: str) -> dict[str, Any]:
 
 
 def call_in_file(path: str, function: str, use: Callable[[Any], Any]) -> Any:
-    """`use(result)` of `function()` in `file.py`, or of `function(argument)` in `file.py:argument`.
+    """Call `function()` in `file.py`, or `function(argument)` in `file.py:argument`.
 
-    The file may import its neighbours by name, and the shipped configurations as
-    `from configs import base`, whatever the working directory is. Raises UserError naming the file,
-    and the line where there is one, when the file is missing, fails, or has no such function; then
-    also which commands take it.
+    Returns `use(result)`, whose errors are the file's too. The file may import its neighbours by
+    name, and the shipped configurations as `from configs import base`, whatever the working
+    directory. Raises UserError, which names the file, and the line if there is one, when the file
+    is missing, fails, or has no such function; then also which commands take it.
     """
     file, argument = split_argument(path)
     if file.is_dir():
@@ -66,7 +67,7 @@ def call_in_file(path: str, function: str, use: Callable[[Any], Any]) -> Any:
 
 
 def split_argument(path: str) -> tuple[Path, list[str]]:
-    """`file.py:argument` as (file.py, [argument]); without an argument, (path, [])."""
+    """Split `file.py:argument` into (file.py, [argument]); without an argument, (path, [])."""
     if not Path(path).exists() and ".py:" in path:
         stem, _, argument = path.partition(".py:")
         return Path(stem + ".py"), [argument]

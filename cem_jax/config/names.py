@@ -1,4 +1,4 @@
-"""A name that is no field of the configuration: what is wrong with it, and what may be meant."""
+"""Explain a name that is no field of the configuration, and guess which field was meant."""
 
 import difflib
 from collections.abc import Collection, Iterable
@@ -7,7 +7,7 @@ _ALIKE = 0.75  # of names' last parts, as difflib measures it: a letter or two i
 _WHOLE = 0.85  # of whole dotted names
 _MOST = 3  # fields named; more are no answer
 
-# What other programs call our fields. Of several fields those in the section that was given win.
+# What other programs call our fields. If several match, those in the section that was typed win.
 SYNONYMS = {
     field: tuple(words.split())
     for field, words in {
@@ -63,7 +63,7 @@ SYNONYMS = {
 
 
 def unknown(name: str, fields: Collection[str]) -> str:
-    """That `name` is none of the dotted `fields`, with those that are near it or mean the same."""
+    """Say that `name` is none of the dotted `fields`, and which are near it or mean the same."""
     inside = [field[len(name) + 1 :] for field in fields if field.startswith(name + ".")]
     if inside:
         children = dict.fromkeys(field.partition(".")[0] for field in inside)

@@ -101,15 +101,6 @@ def _microbatch(c: Any) -> Iterator[str]:
         )
 
 
-def _mesh(c: Any) -> Iterator[str]:
-    yield from size_faults(mesh_sizes(c))
-
-
-def _mesh_divides(c: Any) -> Iterator[str]:
-    """Axes of a stated size. What -1 comes to is known only beside the devices."""
-    yield from undivided(split_sizes(c), mesh_sizes(c))
-
-
 def mesh_sizes(c: Any) -> dict[str, int]:
     """Return the devices along each mesh axis as configured; -1: what the others leave."""
     return {axis: getattr(c.mesh, axis) for axis in MESH_AXES}
@@ -165,8 +156,9 @@ _RULES = (
     _mixture,
     _duration,
     _microbatch,
-    _mesh,
-    _mesh_divides,
+    lambda c: size_faults(mesh_sizes(c)),
+    # of axes of a stated size; what -1 comes to is known only where the devices are
+    lambda c: undivided(split_sizes(c), mesh_sizes(c)),
     _split,
     _profile,
     _cache,

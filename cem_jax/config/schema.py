@@ -63,11 +63,6 @@ class AttentionConfig:
     block_sizes: tuple[Count, Count] | None
     remat_steps: bool
 
-    def tau_value(self, dim: int) -> float:
-        """τ, the temperature of the logits, for a model of width `dim`."""
-        rules = {"sqrt_head_dim": math.sqrt(dim / self.heads), "sqrt_model_dim": math.sqrt(dim)}
-        return rules[self.tau] if self.tau in rules else float(self.tau)
-
 
 @dataclass(frozen=True)
 class MLPConfig:
@@ -108,8 +103,10 @@ class ModelConfig:
 
     @property
     def tau(self) -> float:
-        """τ of the attention, as a number."""
-        return self.attention.tau_value(self.dim)
+        """τ, the temperature of the attention's scores, as a number."""
+        rules = {"sqrt_head_dim": math.sqrt(self.head_dim), "sqrt_model_dim": math.sqrt(self.dim)}
+        tau = self.attention.tau
+        return rules[tau] if tau in rules else float(tau)
 
 
 def with_steps(

@@ -1,4 +1,4 @@
-"""Values of configuration fields: what a field's type allows, and how a flag's text becomes one.
+"""Values of configuration fields: what a field's type allows, and how a flag's text is read.
 
 The types understood are those of `cem_jax.config`: bool, int, float, str, `Literal` of strings,
 `X | None`, `tuple[X, ...]` and tuples of fixed length, each optionally `Annotated` with a `Range`.
@@ -46,7 +46,7 @@ class Range:
 
 
 def describe(annotation: Any) -> str:
-    """The type in a user's words: `an integer or None`."""
+    """Describe the type in a user's words: `an integer or None`."""
     inner, optional, _ = _kind(annotation)
     if get_origin(inner) is Literal:
         words = "one of " + ", ".join(get_args(inner))
@@ -60,10 +60,10 @@ def describe(annotation: Any) -> str:
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-    """`value` as the field's type; the only conversions are int to float, list to tuple, a path to
-    its text, and NumPy's and JAX's scalars to Python's.
+    """Return `value` as the field's type.
 
-    Raises ValueError with the reason, which does not name the field.
+    The only conversions are int to float, list to tuple, a path to its text, and NumPy's and JAX's
+    scalars to Python's. Raises ValueError with the reason, which does not name the field.
     """
     inner, optional, ranges = _kind(annotation)
     value = _unboxed(value)
@@ -91,7 +91,7 @@ def coerce(value: Any, annotation: Any) -> Any:
 
 
 def parse(text: str, annotation: Any) -> Any:
-    """The value that `text`, from the command line, stands for.
+    """Return the value that `text`, from the command line, stands for.
 
     Integers may be written 1_000 or 1e9, booleans true, false, 1 or 0, tuples `1,2`, `(1,2)` or
     `[1,2]`, and an optional field's absence None. Raises ValueError with the reason.
