@@ -3,7 +3,6 @@
 import argparse
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 from cem_jax.commands.arguments import (
@@ -51,6 +50,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     longer than the context.
     """
     prompt = standard_input() if args.prompt is None else args.prompt
+    from dataclasses import replace
+
     from cem_jax.config import with_steps
     from cem_jax.runs.generation import Generator, Sampling, prompt_ids
     from cem_jax.runs.run import Run
