@@ -17,7 +17,7 @@ from cem_jax.errors import RunFailed, UserError
 
 BASE = str(Path(__file__).resolve().parent.parent / "configs" / "base.py")
 LIGHT = "import sys, cem_jax.cli; cem_jax.cli.parse_arguments(['verify', '--config', 'x']); "
-HEAVY = "{'jax', 'flax', 'numpy', 'ml_collections', 'orbax', 'grain', 'optax'}"
+HEAVY = "{'jax', 'flax', 'numpy', 'ml_collections', 'orbax', 'grain', 'optax', 'dataclasses'}"
 
 
 @pytest.fixture

@@ -258,12 +258,16 @@ class Config:
         values: Mapping[str, Any],
         overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
     ) -> "Config":
-        """Check and build the configuration of nested `values`, fields replaced by `overrides`.
+        """Check and build the configuration of `values`, fields replaced by `overrides`.
 
-        Overrides are (dotted field, text as on the command line) pairs; a value that is no string
-        is taken as it is. Later ones win. Setting `train.steps` unsets `train.tokens` and the other
-        way round, and the same for `data.path` and `data.mixture`. Raises UserError with every
-        problem.
+        Args:
+          values: nested, or by dotted names.
+          overrides: (dotted field, text as on the command line) pairs; a value that is no string is
+            taken as it is. Later ones win. Setting `train.steps` unsets `train.tokens` and the
+            other way round, and the same for `data.path` and `data.mixture`.
+
+        Raises:
+          UserError: with every problem.
         """
         if not isinstance(values, Mapping):
             raise UserError(f"expected sections of fields, got {values!r}")
@@ -305,12 +309,10 @@ def load_config(path: str, overrides: Mapping[str, Any] | Sequence[tuple[str, An
     return Config.from_dict(read_config_file(path), overrides)
 
 
-def differences(a: Config, b: Config) -> list[str]:
-    """Return `field: value in a -> value in b` for every field that differs."""
+def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the dotted fields that differ, each with its values in `a` and `b`."""
     left, right = leaves(a), leaves(b)
-    return [
-        f"{name}: {left[name]!r} -> {right[name]!r}" for name in left if left[name] != right[name]
-    ]
+    return {name: (left[name], right[name]) for name in left if left[name] != right[name]}
 
 
 def leaves(config: Config) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from etils import epath
 
-from cem_jax.config import Config, OptimizerConfig, differences, leaves
+from cem_jax.config import Config, OptimizerConfig, differences
 from cem_jax.errors import UserError
 from cem_jax.runs.position import Position
 from cem_jax.train.optimizer import learning_rate
@@ -70,8 +70,9 @@ def as_recorded(present: Config, position: Position) -> Config:
 
 def other_model(recorded: Config, other: Config) -> list[str]:
     """`field: value -> other value` of the fields in which a run's continuation must not differ."""
-    named = ((line.partition(":")[0], line) for line in differences(recorded, other))
-    return [line for name, line in named if not is_free(name) and name not in RULED_FIELDS]
+    found = differences(recorded, other).items()
+    fixed = lambda name: not is_free(name) and name not in RULED_FIELDS
+    return [f"{name}: {old!r} -> {new!r}" for name, (old, new) in found if fixed(name)]
 
 
 def require_same_run(workdir: epath.Path, recorded: Config, now: Config) -> None:
@@ -100,8 +101,8 @@ def edited_config(workdir: epath.Path, present: Config, position: Position) -> s
 
 def changes(before: Config, now: Config) -> dict[str, tuple]:
     """The changed fields that are reported: name -> (before, now)."""
-    old, new = leaves(before), leaves(now)
-    return {name: (old[name], new[name]) for name in RULED_FIELDS if old[name] != new[name]}
+    found = differences(before, now)
+    return {name: found[name] for name in RULED_FIELDS if name in found}
 
 
 @dataclass(frozen=True)

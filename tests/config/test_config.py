@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cem_jax.config import Config, differences, fields, load_config
+from cem_jax.config import Config, differences, fields, leaves, load_config
 from cem_jax.errors import UserError
 
 BASE = str(Path(__file__).resolve().parents[2] / "configs" / "base.py")
@@ -249,12 +249,13 @@ def test_json_round_trip():
     again = Config.from_dict(json.loads(json.dumps(c.to_dict(), allow_nan=False)))
     assert again == c
     assert hash(again) == hash(c)
-    assert differences(c, again) == []
+    assert Config.from_dict(leaves(c)) == c
+    assert differences(c, again) == {}
 
 
 def test_differences_name_the_fields():
     a, b = load(), load(model__dim="512", train__steps="3")
-    assert differences(a, b) == ["model.dim: 256 -> 512", "train.steps: None -> 3"]
+    assert differences(a, b) == {"model.dim": (256, 512), "train.steps": (None, 3)}
 
 
 def test_from_dict_checks():

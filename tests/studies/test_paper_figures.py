@@ -98,7 +98,7 @@ def test_arms_differ_in_what_the_figure_says(file, size):
     for same in of_arm.values():
         assert changed([run.config for run in same]) == rate
     first = [same[len(same) // 2].config for same in of_arm.values()]
-    assert differences(llama, of_arm["Llama"][len(sweep.rates) // 2].config) == []
+    assert differences(llama, of_arm["Llama"][len(sweep.rates) // 2].config) == {}
     assert changed([llama, *first]) <= from_llama
     cem = [c for c in first if "cem" in (c.model.attention.kind, c.model.mlp.kind)]
     assert changed(cem) == among_cem
@@ -119,7 +119,7 @@ def test_parameters_of_the_papers_arms(size):
 
 def test_full_cem_is_the_shipped_configuration():
     shipped = load_config(str(FOLDER / "cem_86m.py"))
-    assert differences(shipped, config_of("fig3a", "86m", "CEM, T = 2")) == []
+    assert differences(shipped, config_of("fig3a", "86m", "CEM, T = 2")) == {}
 
 
 def test_sizes_and_learning_rates_of_the_paper():
