@@ -4,6 +4,7 @@ A type checks a value as configuration fields are checked; argparse reports what
 """
 
 import argparse
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -44,7 +45,8 @@ def text(argument: str) -> str:
 
 def place(argument: str) -> str:
     """An argparse type for a path or the URL of one."""
-    if _ALMOST_URL.match(text(argument)):
+    argument = os.path.expanduser(text(argument))  # the shell leaves the ~ of --workdir=~/run alone
+    if _ALMOST_URL.match(argument):
         raise argparse.ArgumentTypeError(
             f"{argument}: a URL has two slashes after its colon; if a local path is meant, write "
             f"./{argument}"
@@ -54,7 +56,8 @@ def place(argument: str) -> str:
 
 def local_path(argument: str) -> str:
     """An argparse type for a path that cannot be a URL."""
-    if "://" in place(argument):
+    argument = place(argument)
+    if "://" in argument:
         raise argparse.ArgumentTypeError(f"{argument}: must be a local path, not a URL")
     return argument
 

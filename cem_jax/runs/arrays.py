@@ -20,6 +20,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
+from cem_jax.storage.paths import AnyPath
+
 _SHOWN = 20  # mismatches listed one by one
 NICENESS = 15  # at 10 a step still takes 1.3 times as long; at 19 a busy machine would stop a save
 
@@ -86,7 +88,7 @@ def to_write(arrays: Mapping[str, jax.Array]) -> ocp.args.PyTreeSave:
     return ocp.args.PyTreeSave(nested({n: array for n, array in arrays.items() if array.size}))
 
 
-def read_arrays(checkpoint: epath.Path, abstract: Any) -> Any:
+def read_arrays(checkpoint: AnyPath, abstract: Any) -> Any:
     """The arrays of the directory `checkpoint` that `abstract` names, in its structure.
 
     Each is placed by its leaf's sharding, on the first local device where it has none.
@@ -100,7 +102,7 @@ def read_arrays(checkpoint: epath.Path, abstract: Any) -> Any:
     )
     # A checkpointer would ask object stores for Orbax's own marker, which copies may lack.
     reader = ocp.CompositeCheckpointHandler()
-    restored = reader.restore(checkpoint, ocp.args.Composite(state=arguments))
+    restored = reader.restore(epath.Path(str(checkpoint)), ocp.args.Composite(state=arguments))
     reader.close()
     arrays = named_leaves(restored["state"])
     for name, leaf in leaves.items():

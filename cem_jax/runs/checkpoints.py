@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
 from cem_jax.distributed import session
 from cem_jax.errors import RunFailed, UserError
@@ -44,8 +43,16 @@ from cem_jax.runs.arrays import (
 )
 from cem_jax.runs.integrity import LIST_NAME, Damage, find_damage, is_whole, write_checksums
 from cem_jax.runs.position import Position
-from cem_jax.storage.paths import doomed, entries, finish_removal, place, remove, set_aside
-from cem_jax.storage.remote import is_url
+from cem_jax.storage.paths import (
+    AnyPath,
+    doomed,
+    entries,
+    finish_removal,
+    is_url,
+    place,
+    remove,
+    set_aside,
+)
 
 INFO_FILE = "info/metadata"
 _NAME = re.compile(r"(0|[1-9][0-9]*)(\.replaced)?")  # .replaced: set aside while saved again
@@ -76,7 +83,7 @@ class Info(NamedTuple):
     position: Position
 
     @classmethod
-    def read(cls, checkpoint: epath.Path) -> "Info":
+    def read(cls, checkpoint: AnyPath) -> "Info":
         values = json.loads((checkpoint / INFO_FILE).read_text())
         position = Position.parse(values["step"], values.pop("extra"))
         # the first versions had neither measures nor milestones
@@ -114,8 +121,8 @@ class Reader:
 
     def _list(self) -> None:
         """Read what is there; tell once of directories that only look like a checkpoint."""
-        self._paths: dict[int, epath.Path] = {}  # complete ones
-        self._named: dict[int, list[epath.Path]] = {}  # all directories named after a step
+        self._paths: dict[int, AnyPath] = {}  # complete ones
+        self._named: dict[int, list[AnyPath]] = {}  # all directories named after a step
         self.once_complete: list[str] = []  # names of those that have lost their checksum lists
         listed = entries(self.directory)
         half_removed = doomed(listed)
@@ -375,7 +382,7 @@ class Writer(Reader):
             self._saving = info
             with low_priority_threads():
                 # force: an empty or unfinished directory of that name may be there
-                self._orbax.save(self.directory / str(info.step), args=arguments, force=True)
+                self._orbax.save(str(self.directory / str(info.step)), args=arguments, force=True)
         except Exception as error:
             raise self._failure(info.step, error) from error
 
@@ -485,7 +492,7 @@ class Writer(Reader):
         self._report_once(f"checkpoint {step} in {self.directory} stays: it may be readable again")
         return False
 
-    def _remove(self, path: epath.Path) -> bool:
+    def _remove(self, path: AnyPath) -> bool:
         try:
             remove(path)
         except FileNotFoundError:
@@ -517,7 +524,7 @@ class Writer(Reader):
         return RunFailed(f"{where}: {one_line(error)}; {rest}")
 
 
-def _was_complete(path: epath.Path) -> bool:
+def _was_complete(path: AnyPath) -> bool:
     """Whether the directory, which has no checksum list, was written to its end once."""
     if path.name.endswith(".removed"):  # it goes because a complete one has replaced it
         return True

@@ -6,7 +6,6 @@ metrics.jsonl, tensorboard/, checkpoints/
 """
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -16,15 +15,13 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from etils import epath
-
 from cem_jax.config import Config, leaves
 from cem_jax.distributed import session
 from cem_jax.errors import UserError
 from cem_jax.runs.integrity import LIST_NAME
 from cem_jax.runs.metrics import FILE_NAME, metrics_so_far
-from cem_jax.storage.paths import clear_scratch, write_whole
-from cem_jax.storage.remote import is_url
+from cem_jax.storage.durable import clear_scratch, lock, write_durably
+from cem_jax.storage.paths import AnyPath, is_url, writing
 
 EXPORTED = "model.safetensors"  # what an export has, and no run
 # Places, which may differ between the machines of a run.
@@ -32,7 +29,7 @@ LOCAL_FIELDS = ("data.path", "data.mixture", "log.compile_cache")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def read_config(workdir: epath.Path) -> Config | None:
+def read_config(workdir: AnyPath) -> Config | None:
     """The configuration of the run in `workdir`, None if there is none; UserError if broken."""
     path = workdir / "config.json"
     if not path.exists():
@@ -51,7 +48,7 @@ def read_config(workdir: epath.Path) -> Config | None:
         raise UserError(*(f"{path}: {message}" for message in error.messages)) from None
 
 
-def present_config(workdir: epath.Path) -> Config | None:
+def present_config(workdir: AnyPath) -> Config | None:
     """As `read_config`; raises UserError too where checkpoints are without one, or a file."""
     folder = workdir / "checkpoints"
     if folder.exists() and not folder.is_dir():
@@ -67,7 +64,7 @@ def present_config(workdir: epath.Path) -> Config | None:
 
 def with_absolute_paths(config: Config) -> Config:
     """The data's places, so that they are found from another working directory too."""
-    absolute = lambda path: path if is_url(path) or not path else os.path.abspath(path)
+    absolute = lambda p: p if is_url(p) or not p else os.path.abspath(os.path.expanduser(p))
     # entries are PATH=WEIGHT; a relative path and an absolute one both stand before the last "="
     mixture = tuple(absolute(entry) for entry in config.data.mixture)
     data = replace(config.data, path=absolute(config.data.path), mixture=mixture)
@@ -75,7 +72,7 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 @contextlib.contextmanager
-def only_writer(workdir: epath.Path) -> Iterator[None]:
+def only_writer(workdir: AnyPath) -> Iterator[None]:
     """Makes `workdir`, and keeps a second `cem train` out of it; object stores have no locks.
 
     What it made goes again if it is still empty at the end.
@@ -86,39 +83,24 @@ def only_writer(workdir: epath.Path) -> Iterator[None]:
         yield
         return
     made = list(itertools.takewhile(lambda p: not p.exists(), (workdir, *workdir.parents)))
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        directory = os.open(workdir, os.O_RDONLY)
-    except OSError as error:
-        _unmake(made)
-        taken = isinstance(error, FileExistsError)
-        why = "there is a file or a broken link of that name" if taken else error.strerror
-        raise UserError(f"--workdir {workdir}: cannot be made: {why}") from None
-    try:
-        _lock(directory, workdir)
+    busy = f"--workdir {workdir}: another `cem train` is at work there; wait, or use another"
+    with contextlib.ExitStack() as held:
         try:
-            yield
-        finally:
+            workdir.mkdir(parents=True, exist_ok=True)
+            held.enter_context(lock(workdir, busy))
+        except OSError as error:
             _unmake(made)
-    finally:
-        os.close(directory)
+            taken = isinstance(error, FileExistsError)
+            why = "there is a file or a broken link of that name" if taken else error.strerror
+            raise UserError(f"--workdir {workdir}: cannot be made: {why}") from None
+        held.callback(_unmake, made)
+        yield
 
 
-def _unmake(folders: list[epath.Path]) -> None:
+def _unmake(folders: list[AnyPath]) -> None:
     for folder in folders:
         with contextlib.suppress(OSError):  # it holds something, or was not made
             os.rmdir(folder)
-
-
-def _lock(directory: int, workdir: epath.Path) -> None:
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however
-    except BlockingIOError:
-        raise UserError(
-            f"--workdir {workdir}: another `cem train` is at work there; wait, or use another"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
 
 
 def agreed_facts(config: Config, fingerprint: str, latest: int | None, origin: str | None):
@@ -140,7 +122,7 @@ def agreed_facts(config: Config, fingerprint: str, latest: int | None, origin: s
     }
 
 
-def require_nothing_lost(workdir: epath.Path, once_complete: list[str], before: Config) -> None:
+def require_nothing_lost(workdir: AnyPath, once_complete: list[str], before: Config) -> None:
     """Raises UserError where a run without a checkpoint to go on from has had one.
 
     Args:
@@ -164,10 +146,12 @@ def require_nothing_lost(workdir: epath.Path, once_complete: list[str], before: 
         )
 
 
-def write_run_files(workdir: epath.Path, config: Config, tokenizer_model: bytes) -> None:
+def write_run_files(workdir: AnyPath, config: Config, tokenizer_model: bytes) -> None:
     """config.json and tokenizer.model, each whole or not at all."""
     workdir.mkdir(parents=True, exist_ok=True)
     tokenizer, fields = workdir / "tokenizer.model", workdir / "config.json"
     clear_scratch(tokenizer, fields, workdir / FILE_NAME)
-    write_whole(tokenizer, tokenizer_model)
-    write_whole(fields, json.dumps(config.to_dict(), indent=2).encode() + b"\n")
+    with writing(tokenizer):
+        write_durably(tokenizer, tokenizer_model)
+    with writing(fields):
+        write_durably(fields, json.dumps(config.to_dict(), indent=2).encode() + b"\n")

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 
 from cem_jax.config import Config
 from cem_jax.data.dataset.tokenizer import Tokenizer
@@ -32,6 +31,8 @@ from cem_jax.runs.directory import EXPORTED, read_config, write_run_files
 from cem_jax.runs.integrity import LIST_NAME, find_damage, write_checksums
 from cem_jax.runs.position import Position
 from cem_jax.runs.run import Run
+from cem_jax.storage.durable import new_directory
+from cem_jax.storage.paths import any_path
 
 METADATA = "cem_jax"  # one key: the library writes several in any order
 _PARTIAL = ".cem.partial"  # the working directory within one that is there
@@ -47,7 +48,7 @@ def export_run(
     Returns {files, parameters, step}. Raises UserError for a run or checkpoint that does not exist
     and for an output that holds something already.
     """
-    output = new_directory("--output", output)
+    output = new_directory("--output", output, but_for=_PARTIAL)
     run = Run.open(workdir, step)
     metadata = {
         "step": run.step,
@@ -55,9 +56,9 @@ def export_run(
         "separator": run.trained.data.separator,
     }
     with made_whole(output) as partial:
-        write_run_files(epath.Path(partial), run.trained, run.tokenizer.model_bytes)
+        write_run_files(partial, run.trained, run.tokenizer.model_bytes)
         _write_weights(partial / EXPORTED, layer_by_layer(run.parameters), metadata)
-        write_checksums(epath.Path(partial))
+        write_checksums(partial)
     files = sorted(str(path) for path in output.iterdir())
     return {"files": files, "parameters": pure.count(run.trained.model), "step": run.step}
 
@@ -68,10 +69,10 @@ def import_run(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) 
     Returns {files, parameters, step}. Raises UserError, with nothing written, for a directory that
     holds no export, a damaged one, and parameters that are not those of its configuration.
     """
-    source = Path(source)
-    workdir = new_directory("--workdir", workdir)
+    source = any_path(source)
+    workdir = new_directory("--workdir", workdir, but_for=_PARTIAL)
     _require_files(source)
-    config = read_config(epath.Path(source))
+    config = read_config(source)
     tokenizer = Tokenizer.load(source / "tokenizer.model")
     arrays, metadata = read_weights(source / EXPORTED)
     step = _step(metadata, str(source / EXPORTED))
@@ -90,7 +91,7 @@ def import_run(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) 
         separator=config.data.separator,
     )
     with made_whole(workdir) as partial:
-        write_run_files(epath.Path(partial), config, tokenizer.model_bytes)
+        write_run_files(partial, config, tokenizer.model_bytes)
         with Writer(partial / "checkpoints", keep=1, keep_best=False) as checkpoints:
             checkpoints.save({"params": parameters}, position)
     files = sorted(str(path) for path in workdir.rglob("*") if path.is_file())
@@ -146,7 +147,10 @@ def _write_weights(
     from safetensors.numpy import save_file
 
     try:
+        path.touch()
+        mode = path.stat().st_mode  # as the umask wants it; the library's own is 0600
         save_file(dict(arrays), path, metadata={METADATA: json.dumps(metadata)})
+        path.chmod(mode)
     except SafetensorError as error:  # it wraps what the operating system says
         raise OSError(str(error)) from error
 
@@ -210,26 +214,9 @@ def _require_files(source: Path) -> None:
             "`cem export` wrote"
         )
     if (source / LIST_NAME).exists():
-        damage = find_damage(epath.Path(source))
+        damage = find_damage(source)
         if damage is not None:
             raise UserError(f"--input {source} is damaged: {damage}")
-
-
-def new_directory(flag: str, path: str | os.PathLike[str]) -> Path:
-    """A path for a directory that is yet to be made or filled. Raises UserError for any other."""
-    found = Path(path)
-    try:
-        free = not found.exists() or (found.is_dir() and not _others(found))
-    except OSError as error:
-        raise UserError(f"{flag} {found}: cannot be used: {error.strerror}") from None
-    if not free:
-        raise UserError(f"{flag} {found}: exists and is not an empty directory; name a new one")
-    return found
-
-
-def _others(directory: Path) -> list[str]:
-    """What a directory holds beside the leftovers of an export that was killed."""
-    return [entry.name for entry in directory.iterdir() if entry.name != _PARTIAL]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from etils import epath
 
 from cem_jax.errors import UserError
 from cem_jax.runs.arrays import dtype_and_shape, named_leaves, nested
@@ -14,8 +13,7 @@ from cem_jax.runs.directory import EXPORTED
 from cem_jax.runs.metrics import metrics_so_far
 from cem_jax.runs.position import Position
 from cem_jax.runs.setup import Setup
-from cem_jax.storage.paths import place
-from cem_jax.storage.remote import is_url
+from cem_jax.storage.paths import AnyPath, is_url, place
 from cem_jax.train.setup import fresh_state
 from cem_jax.train.step import TrainState
 
@@ -75,7 +73,7 @@ def initialised_from(
 
 
 def require_origin(
-    workdir: epath.Path, position: Position, init_from: str, say: Callable[[str], None]
+    workdir: AnyPath, position: Position, init_from: str, say: Callable[[str], None]
 ) -> None:
     """Say that `init_from` is not read again, where a run continues from `position`.
 
@@ -94,7 +92,7 @@ def require_origin(
     say(f"the run in {workdir} resumes; --init-from {init_from} is not read again")
 
 
-def require_same_start(workdir: epath.Path, init_from: str | None) -> None:
+def require_same_start(workdir: AnyPath, init_from: str | None) -> None:
     """Check how a run without a checkpoint is begun again.
 
     Raises:
@@ -113,7 +111,7 @@ def _real(path: str) -> str:
     return path if is_url(path) else os.path.realpath(path)
 
 
-def _no_run(path: epath.Path, given: str) -> str:
+def _no_run(path: AnyPath, given: str) -> str:
     """What there is in place of a run's directory, which was `given` as this."""
     if not path.exists():
         return "no such directory"

@@ -6,13 +6,12 @@ SHA-256 sums in the format of `sha256sum`; `sha256sum -c checksums.sha256` insid
 checks it by hand. The list is written last, so a directory that has one was written whole.
 """
 
-import hashlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from etils import epath
+from cem_jax.storage.durable import sha256_of, sync
+from cem_jax.storage.paths import AnyPath, files_below, is_url
 
 LIST_NAME = "checksums.sha256"
 # Orbax's markers: it rewrites them after the list is made, and needs none of them to restore.
@@ -31,26 +30,26 @@ class Damage:
         return self.what
 
 
-def write_checksums(directory: epath.Path) -> None:
+def write_checksums(directory: AnyPath) -> None:
     """Write the list of every file below `directory` into it, once they are all on the disk."""
-    names = sorted(_files(directory, ""))
+    names = sorted(n for n in files_below(directory) if n.rpartition("/")[2] not in _UNLISTED)
     sums = _digests(directory, names)
     for told in sums.values():
         if isinstance(told, Damage):
             raise OSError(f"{directory}: {told}")
     lines = "".join(f"{sums[name]}  {name}\n" for name in names)
     (directory / LIST_NAME).write_text(lines)
-    if "://" not in str(directory):  # object stores keep what they have taken
+    if not is_url(directory):  # object stores keep what they have taken
         for name in (*names, LIST_NAME):
-            _flush(directory / name)
+            sync(directory / name)  # what is older may be removed after that
 
 
-def is_whole(directory: epath.Path) -> bool:
+def is_whole(directory: AnyPath) -> bool:
     """Whether `directory` was written to its end (it may have been damaged since)."""
     return (directory / LIST_NAME).exists()
 
 
-def find_damage(directory: epath.Path, only: str | None = None) -> Damage | None:
+def find_damage(directory: AnyPath, only: str | None = None) -> Damage | None:
     """The first file below `directory` that is missing, altered or not to be read; None: all well.
 
     `only`: check this one file of the list instead of all.
@@ -84,34 +83,13 @@ def _unread(name: str, error: Exception) -> Damage:
     return Damage(f"{name} cannot be read: {reason.splitlines()[0]}", lasting=False)
 
 
-def _flush(path: epath.Path) -> None:
-    """Until a power cut does not lose it: what is older may be removed after that."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _files(directory: epath.Path, prefix: str) -> Iterator[str]:
-    for path in directory.iterdir():
-        if path.is_dir():
-            yield from _files(path, f"{prefix}{path.name}/")
-        elif path.name not in _UNLISTED:
-            yield prefix + path.name
-
-
-def _digests(directory: epath.Path, names: Sequence[str]) -> dict[str, str | Damage]:
+def _digests(directory: AnyPath, names: Sequence[str]) -> dict[str, str | Damage]:
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(names, pool.map(lambda name: _digest(directory, name), names), strict=True))
 
 
-def _digest(directory: epath.Path, name: str) -> str | Damage:
-    digest = hashlib.sha256()
+def _digest(directory: AnyPath, name: str) -> str | Damage:
     try:
-        with (directory / name).open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        return sha256_of(directory / name)
     except Exception as error:
         return _unread(name, error)
-    return digest.hexdigest()

@@ -13,4 +13,4 @@ def configure_jax(config: Config) -> None:
     if config.train.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     cache = config.log.compile_cache or Path.home() / ".cache" / "cem_jax" / "compile"
-    jax.config.update("jax_compilation_cache_dir", os.fspath(cache))
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))

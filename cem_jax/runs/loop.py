@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TextIO
 
 import jax
-from etils import epath
 
 from cem_jax.config import Config
 from cem_jax.distributed import session
@@ -23,6 +22,7 @@ from cem_jax.runs.resume import Course
 from cem_jax.runs.setup import Setup
 from cem_jax.runs.signals import Stop
 from cem_jax.sharding.mesh import in_mesh
+from cem_jax.storage.paths import AnyPath
 from cem_jax.train.flops import mfu, training_flops_per_token
 from cem_jax.train.probe import make_probe
 from cem_jax.train.setup import jitted_step, place_batch
@@ -57,7 +57,7 @@ class Loop:
     def __init__(
         self,
         setup: Setup,
-        workdir: epath.Path,
+        workdir: AnyPath,
         checkpoints: Writer,
         metrics: MetricsWriter | SilentMetrics,
         course: Course,
@@ -266,7 +266,7 @@ class Loop:
 class _Profiler:
     """Traces the steps of log.profile_steps; a run may begin or end within them."""
 
-    def __init__(self, config: Config, workdir: epath.Path):
+    def __init__(self, config: Config, workdir: AnyPath):
         self._steps = config.log.profile_steps if session.is_first() else ()
         self._folder, self._tracing = str(workdir / "profile"), False
 

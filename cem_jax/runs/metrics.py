@@ -12,12 +12,11 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from etils import epath
-
 from cem_jax.errors import UserError
 from cem_jax.runs.tensorboard import Board
 from cem_jax.storage.append import growing
-from cem_jax.storage.paths import place, write_whole, writing
+from cem_jax.storage.durable import write_durably
+from cem_jax.storage.paths import AnyPath, place, writing
 from cem_jax.text import plain
 
 FILE_NAME = "metrics.jsonl"
@@ -127,12 +126,12 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [_parse(file, number, line) for number, line in enumerate(lines, 1)]
 
 
-def metrics_so_far(workdir: epath.Path) -> list[dict[str, Any]]:
+def metrics_so_far(workdir: AnyPath) -> list[dict[str, Any]]:
     """`read_metrics` of a run directory; nothing where the run has written none yet."""
     return read_metrics(workdir) if (workdir / FILE_NAME).exists() else []
 
 
-def _parse(file: epath.Path, number: int, line: bytes) -> dict[str, Any]:
+def _parse(file: AnyPath, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
         if isinstance(record, dict) and type(record["step"]) is int and record["kind"] in KINDS:
@@ -142,7 +141,7 @@ def _parse(file: epath.Path, number: int, line: bytes) -> dict[str, Any]:
     raise UserError(f"{file}, line {number}: not a metrics line (an object with step and kind)")
 
 
-def _rewind(path: epath.Path, step: int, due: Collection[str]) -> list[dict[str, Any]]:
+def _rewind(path: AnyPath, step: int, due: Collection[str]) -> list[dict[str, Any]]:
     """Keep the lines up to `step`, and return them; all or nothing, even if killed here."""
     if not path.exists():
         return []
@@ -152,7 +151,8 @@ def _rewind(path: epath.Path, step: int, due: Collection[str]) -> list[dict[str,
         for line in lines
         if line["step"] < step or (line["step"] == step and line["kind"] not in due)
     ]
-    write_whole(path, _encoded(kept))
+    with writing(path):
+        write_durably(path, _encoded(kept))
     return kept
 
 

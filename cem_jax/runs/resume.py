@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from etils import epath
 
 from cem_jax.config import Config, OptimizerConfig, differences
 from cem_jax.errors import UserError
 from cem_jax.runs.position import Position
+from cem_jax.storage.paths import AnyPath
 from cem_jax.train.optimizer import learning_rate
 
 # These change neither the model nor the data it sees.
@@ -75,7 +75,7 @@ def other_model(recorded: Config, other: Config) -> list[str]:
     return [f"{name}: {old!r} -> {new!r}" for name, (old, new) in found if fixed(name)]
 
 
-def require_same_run(workdir: epath.Path, recorded: Config, now: Config) -> None:
+def require_same_run(workdir: AnyPath, recorded: Config, now: Config) -> None:
     """Raise UserError, naming the fields, when `now` does not continue the run of `recorded`."""
     if changed := other_model(recorded, now):
         raise UserError(
@@ -85,7 +85,7 @@ def require_same_run(workdir: epath.Path, recorded: Config, now: Config) -> None
         )
 
 
-def edited_config(workdir: epath.Path, present: Config, position: Position) -> str | None:
+def edited_config(workdir: AnyPath, present: Config, position: Position) -> str | None:
     """What to say where config.json is not what the checkpoint was trained with, None if it is."""
     recorded = as_recorded(present, position)
     changed = other_model(present, recorded)
@@ -144,9 +144,7 @@ class Course:
         return float(learning_rate(at, config.optimizer, self.total, self.ahead))
 
 
-def require_steps_left(
-    workdir: epath.Path, position: Position, before: Config, now: Config
-) -> None:
+def require_steps_left(workdir: AnyPath, position: Position, before: Config, now: Config) -> None:
     """Raise UserError for a run that has finished, at `position`, under changed ruled fields."""
     changed = changes(before, now)
     if changed:

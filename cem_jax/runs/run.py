@@ -3,8 +3,6 @@
 import os
 from dataclasses import dataclass, replace
 
-from etils import epath
-
 from cem_jax.config import Config
 from cem_jax.config.values import coerce
 from cem_jax.data.dataset.tokenizer import Tokenizer
@@ -14,7 +12,7 @@ from cem_jax.runs.checkpoints import Info, Reader, warn
 from cem_jax.runs.directory import read_config
 from cem_jax.runs.jax_settings import configure_jax
 from cem_jax.runs.resume import as_recorded, edited_config
-from cem_jax.storage.paths import place
+from cem_jax.storage.paths import AnyPath, place
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Run:
     parameters: on the first device.
     """
 
-    workdir: epath.Path
+    workdir: AnyPath
     trained: Config
     tokenizer: Tokenizer
     step: int
@@ -67,7 +65,7 @@ class Run:
         return replace(self.trained, model=replace(self.trained.model, attention=attention))
 
 
-def _config_of(path: epath.Path) -> Config:
+def _config_of(path: AnyPath) -> Config:
     if not path.is_dir():
         raise UserError(f"run directory {path} does not exist: `cem train` makes one")
     config = read_config(path)
@@ -80,7 +78,7 @@ def _config_of(path: epath.Path) -> Config:
     return config
 
 
-def _tokenizer_of(workdir: epath.Path, config: Config, info: Info) -> Tokenizer:
+def _tokenizer_of(workdir: AnyPath, config: Config, info: Info) -> Tokenizer:
     path = workdir / "tokenizer.model"
     try:
         tokenizer = Tokenizer(path.read_bytes(), name=str(path))

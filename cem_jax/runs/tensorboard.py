@@ -5,16 +5,14 @@ import struct
 import time
 from collections.abc import Mapping
 
-from etils import epath
-
 from cem_jax.storage.append import growing
-from cem_jax.storage.paths import writing
+from cem_jax.storage.paths import AnyPath, writing
 
 
 class Board:
     """An event file in `folder`; TensorBoard then leaves out what others hold from `step` on."""
 
-    def __init__(self, folder: epath.Path, step: int):
+    def __init__(self, folder: AnyPath, step: int):
         from tensorboardX.proto import event_pb2  # slow to import, and often not wanted
 
         self._events = event_pb2

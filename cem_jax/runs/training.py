@@ -13,8 +13,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TextIO
 
-from etils import epath
-
 from cem_jax.config import Config
 from cem_jax.distributed import session
 from cem_jax.distributed.cluster import Cluster
@@ -43,8 +41,7 @@ from cem_jax.runs.resume import (
 )
 from cem_jax.runs.setup import Setup, prepare_run
 from cem_jax.runs.signals import Stop, watched
-from cem_jax.storage.paths import place
-from cem_jax.storage.remote import is_url
+from cem_jax.storage.paths import AnyPath, is_url, place
 from cem_jax.train.setup import fresh_state
 from cem_jax.train.step import TrainState
 
@@ -98,7 +95,7 @@ def train(
         return _train(config, place(workdir), init_from, stream, say, stop, after_step)
 
 
-def _train(config: Config, workdir: epath.Path, init_from, stream, say, stop, after_step):
+def _train(config: Config, workdir: AnyPath, init_from, stream, say, stop, after_step):
     if config.log.profile_steps and is_url(workdir):
         raise UserError("log.profile_steps: profiles go to local directories; --workdir is a URL")
     setup = prepare_run(config)
@@ -191,7 +188,7 @@ def _require_new(checkpoints: Writer, present: Config, init_from: str | None) ->
     require_same_start(workdir, init_from)
 
 
-def _no_optimizer_state(workdir: epath.Path) -> UserError:
+def _no_optimizer_state(workdir: AnyPath) -> UserError:
     return UserError(
         f"{workdir}: was made by `cem import` and holds parameters, but no optimizer state that "
         f"training could resume with; begin another run with `--init-from {workdir}`"
@@ -227,7 +224,7 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-def _metrics(workdir: epath.Path, config: Config, position: Position):
+def _metrics(workdir: AnyPath, config: Config, position: Position):
     if not session.is_first():
         return SilentMetrics()
     due = ("eval",) if position.owes_validation else ()

@@ -3,13 +3,10 @@
 import os
 import time
 
-from etils import epath
-
-from cem_jax.storage.paths import writing
-from cem_jax.storage.remote import is_url
+from cem_jax.storage.paths import AnyPath, is_url, writing
 
 
-def growing(path: epath.Path, content: bytes = b"") -> "Appended | Rewritten":
+def growing(path: AnyPath, content: bytes = b"") -> "Appended | Rewritten":
     """The file `path`, which holds `content` now, to be written on."""
     return Rewritten(path, content) if is_url(path) else Appended(path)
 
@@ -17,7 +14,7 @@ def growing(path: epath.Path, content: bytes = b"") -> "Appended | Rewritten":
 class Appended:
     """A local file: what is written is with the operating system at once."""
 
-    def __init__(self, path: epath.Path):
+    def __init__(self, path: AnyPath):
         self._path = path
         with writing(path):
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (held until close)
@@ -41,7 +38,7 @@ class Appended:
 class Rewritten:
     """An object in a store, which cannot append: written anew, whole, now and then."""
 
-    def __init__(self, path: epath.Path, content: bytes):
+    def __init__(self, path: AnyPath, content: bytes):
         self._path, self._content, self._uploaded = path, content, len(content)
         self._due = 0.0
 

@@ -1,31 +1,113 @@
-"""Local files that are whole or absent, even if the machine stops; and their checksums."""
+"""Files that are whole or absent even if the machine stops; locks, checksums, new directories."""
 
+import contextlib
+import fcntl
 import hashlib
 import os
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from cem_jax.errors import UserError
+from cem_jax.storage.paths import AnyPath, any_path, is_url
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a whole file or none of it, even if the machine stops. Raises OSError."""
-    scratch = path.with_name(path.name + ".tmp")
-    with scratch.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
-    sync_directory(path.parent)
+_SCRATCH = re.compile(r"\.(.+)\.[0-9]+")
 
 
-def sync_directory(path: Path) -> None:
-    """Bring a directory's entries to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+def write_durably(path: AnyPath, content: bytes | Iterable[bytes]) -> None:
+    """Write a file whole or not at all, even if the machine stops.
+
+    Several processes may write the same file at once: one of the contents stays. Raises OSError,
+    or what a store's driver raises (see `paths.writing`).
+    """
+    pieces = [content] if isinstance(content, bytes) else content
+    if is_url(path):  # an object appears when it is complete
+        path.write_bytes(b"".join(pieces))
+        return
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        os.fsync(handle)
+        with open(scratch, "wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
     finally:
-        os.close(handle)
+        with contextlib.suppress(OSError):  # it is not there, or on a disk that takes nothing
+            os.unlink(scratch)
+    sync(path.parent)
 
 
-def sha256_of(path: Path) -> str:
-    """Return `sha256:` and the hex digest of a whole file, as `sha256sum` prints it."""
+def written_as(name: str) -> str:
+    """Return the name of the file for which `write_durably` left `name` when it was killed.
+
+    Any other name is returned as it is.
+    """
+    match = _SCRATCH.fullmatch(name)
+    return match[1] if match else name
+
+
+def clear_scratch(*paths: AnyPath) -> None:
+    """Remove what `write_durably` left of `paths` when killed; no other process may write."""
+    for path in paths:
+        if not is_url(path):
+            for scratch in path.parent.glob(f".{path.name}.*"):
+                if written_as(scratch.name) == path.name:
+                    scratch.unlink()
+
+
+def sync(path: Path) -> None:
+    """Return when a local file's content, or a directory's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: AnyPath) -> str:
+    """Return the hex digest of a whole file, as `sha256sum` prints it."""
     with path.open("rb") as file:
-        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def lock(path: Path, busy: str | None = None) -> Iterator[None]:
+    """Hold the lock of a local directory, or of a file, which is made if it is missing.
+
+    It ends with the process, however that ends. File systems without locks give none.
+
+    Args:
+      busy: the message of the UserError when another process holds it; None: wait for it.
+
+    Raises OSError when the file cannot be made.
+    """
+    is_directory = path.is_dir()
+    descriptor = os.open(path, os.O_RDONLY if is_directory else os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if busy is None else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise UserError(busy) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def new_directory(flag: str, path: str | os.PathLike[str], *, but_for: str | None = None) -> Path:
+    """Return the local path of a directory that is yet to be made, or is empty.
+
+    `but_for`: the name of what it may hold all the same. Raises UserError, naming `flag`.
+    """
+    found = any_path(path)
+    try:
+        entries = list(found.iterdir()) if found.is_dir() else []
+        is_file = found.exists() and not found.is_dir()
+    except OSError as error:
+        raise UserError(f"{flag} {found}: cannot be used: {error.strerror}") from None
+    if is_file:
+        raise UserError(f"{flag} {found} is a file: name a directory")
+    if any(entry.name != but_for for entry in entries):
+        raise UserError(f"{flag} {found} exists and is not empty: name a new directory")
+    return found

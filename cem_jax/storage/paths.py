@@ -1,63 +1,102 @@
-"""Where runs are kept: a local directory, or the URL of an object store (gs://, s3://).
+"""Paths that are local or the URL of a store, and directories that are whole or absent in either.
+
+URLs are universal-pathlib's: it has pathlib's interface and takes every kind that fsspec has a
+driver for, as corpora need (http://, hf://, memory:// in tests). etils.epath knows gs:// and s3://
+only; Orbax, which speaks it, is given paths as text.
 
 An object store has no directories, no appending and no rename: a "directory" is what begins with
 the same name, and renaming one means to copy each object, amid which the process may be killed. So
-what is complete is told by one object written last, and what is to go is marked by
-one object before its parts go.
+what is complete is told by one object written last, and what is to be removed is marked by one
+object before its parts are removed.
 """
 
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from etils import epath
+from upath import UPath
 
 from cem_jax.errors import RunFailed, UserError
-from cem_jax.storage.remote import is_url
 
+AnyPath = Path | UPath  # local | at a URL
+_PACKAGES = {"gs": "'cem_jax[cloud]'", "s3": "'cem_jax[cloud]'", "hf": "huggingface_hub"}
 # What the user has to put right, rather than what a later try may find gone, as a full disk.
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST}
 _DOOMED = "removed"  # `<name>.removed`: the marker of what is being removed, or its new name
 
 
-def place(path: str | os.PathLike[str]) -> epath.Path:
-    """A local path, made absolute, or a URL.
+def is_url(path: AnyPath | str | os.PathLike[str]) -> bool:
+    """Whether a path names a store, such as gs://bucket/corpus."""
+    return "://" in str(path)
 
-    Raises:
-      UserError: the URL's kind is unknown, or the package that reads it is not installed.
+
+def any_path(path: AnyPath | str | os.PathLike[str]) -> AnyPath:
+    """Return the path, its ~ expanded, or the URL, its store's driver at hand.
+
+    Raises UserError when fsspec does not know this kind of URL, lacks the driver, or fails in it.
     """
-    text = os.fspath(path)
-    if not is_url(text):
-        return epath.Path(os.path.abspath(text))
-    kind, _, rest = text.partition("://")
+    if not is_url(path):
+        return Path(os.path.expanduser(path))
+    try:
+        found = path if isinstance(path, UPath) else UPath(str(path))
+        _ = found.fs  # the driver is loaded here
+    except ImportError as error:
+        kind = str(path).partition("://")[0]
+        package = _PACKAGES.get(kind, f"fsspec and its driver for {kind}://")
+        raise UserError(f"{path}: {error}; pip install {package}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    except Exception as error:  # a driver's own, such as for missing credentials
+        raise UserError(f"{path}: cannot be reached: {_reason(error)}") from None
+    return found
+
+
+def place(path: AnyPath | str | os.PathLike[str]) -> AnyPath:
+    """Return where a run is kept: a local path, made absolute, or a gs:// or s3:// URL.
+
+    Raises UserError for another kind of URL, and when the store cannot be reached.
+    """
+    if not is_url(path):
+        return Path(os.path.abspath(any_path(path)))
+    kind, _, rest = str(path).partition("://")
     if kind == "file":
-        raise UserError(f"{text}: a local directory is named without the prefix: {rest}")
+        raise UserError(f"{path}: a local directory is named without the prefix: {rest}")
+    if kind not in ("gs", "s3"):  # Orbax writes to no others
+        raise UserError(f"{path}: runs are kept in directories, gs:// and s3://")
     import fsspec
 
     # Listings are remembered by default, and do not see what TensorStore or other processes write.
     fsspec.config.conf.setdefault({"gs": "gcs"}.get(kind, kind), {})["use_listings_cache"] = False
     os.environ.setdefault("EPATH_USE_TF", "false")  # TensorFlow is not among our dependencies
-    try:
-        found = epath.Path(text)
+    found = any_path(path)
+    with reading(UserError, f"{path}: cannot be reached"):
         found.exists()
-    except ImportError as error:
-        raise UserError(f"{text}: {error}; pip install 'cem_jax[cloud]'") from None
-    except (NotImplementedError, KeyError):
-        raise UserError(f"{text}: runs are kept in directories, gs:// and s3://") from None
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"{text}: cannot be reached: {type(error).__name__}: {reason}") from None
     return found
 
 
 @contextlib.contextmanager
-def writing(path: epath.Path) -> Iterator[None]:
-    """Within it, `path` is written: a failure becomes one line that names it.
+def reading(fault: type[Exception], what: str = "cannot be read") -> Iterator[None]:
+    """Turn what reading a file may raise, drivers' own errors included, into `fault`."""
+    try:
+        yield
+    except OSError as error:
+        raise fault(f"{what}: {error.strerror or error}") from None
+    except (fault, UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise fault(f"{what}: {_reason(error)}") from None
+
+
+@contextlib.contextmanager
+def writing(path: AnyPath) -> Iterator[None]:
+    """Turn what writing `path` may raise, drivers' own errors included, into a line that names it.
 
     Raises:
       UserError: it may not be written, or is a directory.
-      RunFailed: it cannot be, for whatever other reason.
+      RunFailed: it cannot be written for another reason.
     """
     try:
         yield
@@ -67,64 +106,31 @@ def writing(path: epath.Path) -> Iterator[None]:
     except Exception as error:
         if not is_url(path):
             raise
-        reason = (str(error).strip() or "no reason given").splitlines()[0]  # a driver's own error
-        raise RunFailed(f"{path}: cannot be written: {type(error).__name__}: {reason}") from None
+        raise RunFailed(f"{path}: cannot be written: {_reason(error)}") from None
 
 
-def write_whole(path: epath.Path, content: bytes) -> None:
-    """The file `path`, whole or not at all, even if the machine stops; raises as `writing`."""
-    with writing(path):
-        if is_url(path):  # an object appears when it is complete
-            path.write_bytes(content)
-        else:
-            _write_whole(path, content)
-
-
-def _write_whole(path: epath.Path, content: bytes) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(scratch, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        with contextlib.suppress(OSError):  # it is not there, or on a disk that takes nothing
-            os.unlink(scratch)
-
-
-def clear_scratch(*paths: epath.Path) -> None:
-    """Remove what `write_whole` left of `paths` when its process was killed; no other may write."""
-    for path in paths:
-        if not is_url(path):
-            for scratch in path.parent.glob(f".{path.name}.*"):
-                if scratch.suffix[1:].isdigit():
-                    scratch.unlink()
-
-
-def entries(directory: epath.Path) -> list[epath.Path]:
-    """What `directory` holds, by name; nothing if it is not there."""
+def entries(directory: AnyPath) -> list[AnyPath]:
+    """Return what `directory` holds, by name; nothing if it is not there."""
     if not directory.is_dir():
         return []
     return sorted(directory.iterdir(), key=lambda path: path.name)
 
 
-def remove(path: epath.Path) -> None:
-    """Remove the directory `path`; killed amid it, it is nothing that one could take for whole."""
+def remove(path: AnyPath) -> None:
+    """Remove a directory; if killed midway, the remains cannot be mistaken for a complete one."""
     doomed = path.parent / f"{path.name.split('.')[0]}.{_DOOMED}"
     if is_url(path):
         doomed.write_text(path.name)
         _clear(path)
         doomed.unlink()
         return
-    if doomed.exists():
-        doomed.rmtree()
+    _clear(doomed)
     path.rename(doomed)
-    doomed.rmtree()
+    _clear(doomed)
 
 
-def doomed(listed: Iterable[epath.Path]) -> set[str]:
-    """Names of what is being removed, or was when its process was killed, by `listed` markers."""
+def doomed(listed: Iterable[AnyPath]) -> set[str]:
+    """Return the names of what is being removed, or was when killed, by `listed` markers."""
     names = set()
     for path in listed:
         if is_url(path) and path.name.endswith(f".{_DOOMED}"):
@@ -133,39 +139,47 @@ def doomed(listed: Iterable[epath.Path]) -> set[str]:
     return names
 
 
-def finish_removal(leftover: epath.Path) -> None:
+def finish_removal(leftover: AnyPath) -> None:
     """Remove what a killed process left: something unfinished, or half removed."""
     if is_url(leftover) and leftover.name.endswith(f".{_DOOMED}"):
         _clear(leftover.parent / leftover.read_text())
         leftover.unlink()
     else:
-        leftover.rmtree()
+        _clear(leftover)
 
 
-def set_aside(path: epath.Path, aside: epath.Path, *, last: str) -> None:
-    """Give the directory `path` another name; at every moment it is complete under one of them.
+def set_aside(path: AnyPath, aside: AnyPath, *, last: str) -> None:
+    """Give a complete directory another name, so that it is complete under one of them throughout.
 
-    last: the file whose presence says that a directory is complete.
+    `last`: the file that tells that a directory is complete.
     """
     if aside.exists():
         remove(aside)
     if not is_url(path):
         path.rename(aside)
         return
-    names = sorted(_names(path, ""), key=lambda name: (name == last, name))
-    for name in names:
-        (path / name).copy(aside / name)
+    for name in sorted(files_below(path), key=lambda name: (name == last, name)):
+        path.fs.cp_file((path / name).path, (aside / name).path)
     remove(path)
 
 
-def _clear(directory: epath.Path) -> None:
-    if directory.exists():
-        directory.rmtree()
-
-
-def _names(directory: epath.Path, prefix: str) -> Iterator[str]:
+def files_below(directory: AnyPath, prefix: str = "") -> Iterator[str]:
+    """Yield the path within `directory` of every file below it."""
     for path in directory.iterdir():
         if path.is_dir():
-            yield from _names(path, f"{prefix}{path.name}/")
+            yield from files_below(path, f"{prefix}{path.name}/")
         else:
             yield prefix + path.name
+
+
+def _clear(directory: AnyPath) -> None:
+    if not directory.exists():
+        return
+    if is_url(directory):
+        directory.fs.rm(directory.path, recursive=True)
+    else:
+        shutil.rmtree(directory)
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip() or 'no reason given'}".splitlines()[0]

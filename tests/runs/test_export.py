@@ -131,9 +131,9 @@ def test_eval_and_generate_work_on_what_was_imported(tmp_path, tokenizer):
 
 def test_an_output_that_holds_something_is_left_alone(exported, tmp_path):
     before = files_of(exported)
-    with pytest.raises(UserError, match="exists and is not an empty directory"):
+    with pytest.raises(UserError, match="exists and is not empty"):
         output(tmp_path / "run", exported)
-    with pytest.raises(UserError, match="exists and is not an empty directory"):
+    with pytest.raises(UserError, match="exists and is not empty"):
         back(exported, tmp_path / "run")
     assert files_of(exported) == before
 

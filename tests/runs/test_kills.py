@@ -23,7 +23,7 @@ RUN = dict(train__steps=6, model__layers=1, eval__every=2, checkpoint__every=2, 
 # name: (module, function, number of the call, before or after it, the steps it may go on from): a
 # save that was begun may be complete or not
 POINTS = {
-    "before config.json is written": ("runs.directory", "write_whole", 2, "before", (0,)),
+    "before config.json is written": ("runs.directory", "write_durably", 2, "before", (0,)),
     "before the first step": ("runs.loop", "Loop.run", 1, "before", (0,)),
     "in a step": ("runs.loop", "place_batch", 4, "before", (0, 2)),
     "before the second save begins": ("runs.checkpoints", "Writer.save", 2, "before", (0, 2)),
@@ -37,7 +37,7 @@ POINTS = {
         "before",
         (4,),
     ),
-    "amid the removal of the old one": ("storage.paths", "epath.Path.rmtree", 1, "before", (4,)),
+    "amid the removal of the old one": ("storage.paths", "_clear", 2, "before", (4,)),
     "in a validation": ("runs.loop", "Loop._validate", 2, "before", (0, 2)),
     "validation done, not saved": ("runs.loop", "Loop._validate", 2, "after", (0, 2)),
     "in the final save": ("runs.checkpoints", "write_checksums", 3, "after", (4,)),
@@ -53,11 +53,8 @@ KILLED = """
 
     module, path, count, moment = sys.argv[4], sys.argv[5].split("."), int(sys.argv[6]), sys.argv[7]
     owner = importlib.import_module("cem_jax." + module)
-    if path[0] == "epath":
-        owner = type(owner.epath.Path("/"))
-    else:
-        for name in path[:-1]:
-            owner = getattr(owner, name)
+    for name in path[:-1]:
+        owner = getattr(owner, name)
     unpatched, calls = getattr(owner, path[-1]), iter(range(1, 1000))
 
     def call(*args, **kwargs):

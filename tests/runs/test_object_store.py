@@ -58,7 +58,8 @@ SAVES = """
     def refuse(*_):
         raise AssertionError("a rename: an object store has none")
 
-    type(epath.Path("gs://b/x")).rename = refuse
+    for path in (epath.Path, paths.place):
+        type(path("gs://b/x")).rename = refuse
     url = "gs://bucket/run/checkpoints"
     opened = lambda **more: Writer(url, keep=1, keep_best=False, **more)
     with opened(keep_every=2) as checkpoints:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Self
 
 import zstandard
 
-from cem_jax.storage.remote import AnyPath, reading
+from cem_jax.storage.paths import AnyPath, reading
 
 _READ_BYTES = 1 << 16
 # Packed bytes unpacked at a time: what they unpack to is held whole, and repetitive text packs

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
+from upath import UPath
+
 from cem_jax.data.corpus.compression import PACKINGS
 from cem_jax.data.corpus.workspace import LOCK, PARTIAL
 from cem_jax.data.dataset.store import DESCRIPTION, MODEL
 from cem_jax.errors import UserError
-from cem_jax.storage.remote import AnyPath, RemotePath, is_url, open_url, reading
+from cem_jax.storage.paths import AnyPath, any_path, is_url, reading
 
 _CONTENTS = (".txt", ".jsonl", ".json", ".parquet")
 FORMATS = tuple(content + packing for content in _CONTENTS for packing in ("", *PACKINGS))
@@ -35,7 +37,8 @@ class SourceFile:
     def version(self) -> str:
         """Differs when the file was written again."""
         path = self.path
-        return str(path.stat().st_mtime_ns) if isinstance(path, Path) else path.version()
+        # a store tells by its own means, without reading
+        return str(path.fs.ukey(path.path) if is_url(path) else path.stat().st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -88,24 +91,20 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> FoundFiles:
 
 def _add(found: dict[str, SourceFile], path: AnyPath, split: str | None) -> str | None:
     """Put a file into `found`, by what it is under all its names; or say why it cannot be used."""
-    if isinstance(path, RemotePath):
-        identity, size = _identity_of(path), path.size()
+    if is_url(path):
+        identity = os.path.realpath(path.path) if path.protocol == "file" else str(path)
     elif path.exists() and not path.is_file():
         return f"{path} is not a regular file"
     elif not os.access(path, os.R_OK):
         return f"{path} cannot be read"
     else:
-        identity, size = os.path.realpath(path), path.stat().st_size
-    known = found.setdefault(identity, SourceFile(path, size, split))
+        identity = os.path.realpath(path)
+    known = found.setdefault(identity, SourceFile(path, path.stat().st_size, split))
     if split and known.split is None:
         found[identity] = replace(known, split=split)
     elif split and split != known.split:
         return f"{path} is the file {known.path} too: it cannot go to {known.split} and to {split}"
     return None
-
-
-def _identity_of(path: RemotePath) -> str:
-    return os.path.realpath(path.inner) if path.url.startswith("file://") else str(path)
 
 
 def _expand(given: str, problems: list[str]) -> Iterator[tuple[AnyPath, str | None]]:
@@ -117,7 +116,8 @@ def _expand(given: str, problems: list[str]) -> Iterator[tuple[AnyPath, str | No
         except UserError as error:
             problems += error.messages
         return
-    path = Path(given)
+    path = any_path(given)
+    given = str(path)
     if path.exists():
         yield from _below(path, problems)
     elif glob.has_magic(given):
@@ -130,12 +130,13 @@ def _expand(given: str, problems: list[str]) -> Iterator[tuple[AnyPath, str | No
         problems.append(f"{given} does not exist")
 
 
-def _expand_url(given: str, problems: list[str]) -> Iterator[tuple[RemotePath, str | None]]:
-    path = open_url(given)
+def _expand_url(given: str, problems: list[str]) -> Iterator[tuple[UPath, str | None]]:
+    path = any_path(given)
+    at = lambda inner: UPath(path.fs.unstrip_protocol(str(inner)))
     if path.exists():
         matches = [path]
     elif glob.has_magic(given):
-        matches = [path.at(str(inner)) for inner in sorted(path.system.glob(path.inner))]
+        matches = [at(inner) for inner in sorted(path.fs.glob(path.path))]
         if not matches:
             problems.append(f"{given} matches no file")
     else:
@@ -146,8 +147,8 @@ def _expand_url(given: str, problems: list[str]) -> Iterator[tuple[RemotePath, s
             yield match, _split_of(match.parts[:-1][-2:])
             continue
         above = len(match.parts) - 1
-        for inner in sorted(match.system.find(match.inner)):
-            inside = match.at(str(inner))
+        for inner in sorted(match.fs.find(match.path)):
+            inside = at(inner)
             if not any(part.startswith(".") for part in inside.parts[above + 1 :]):
                 yield inside, _split_of(inside.parts[above:-1])
 

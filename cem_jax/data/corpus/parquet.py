@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from cem_jax.data.corpus.compression import PACKINGS, BadFile, ByteStream, refuse_other_content
-from cem_jax.storage.remote import AnyPath, reading, stored_size
+from cem_jax.storage.paths import AnyPath, reading
 
 _ROWS, _BYTES = 64, 2 << 20  # decoded at a time, the fewer
 
@@ -21,7 +21,7 @@ def parquet_rows(
     import pyarrow
     import pyarrow.parquet
 
-    size = stored_size(path)
+    size = path.stat().st_size
     with _seekable(path) as raw:
         refuse_other_content(raw.read(64), ".parquet")
         raw.seek(0)

@@ -38,6 +38,7 @@ from cem_jax.data.dataset.store import (
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.storage.durable import write_durably
+from cem_jax.storage.paths import any_path
 
 VALIDATION_FRACTION = 0.01
 _SPLIT_ORDER = ("train", "validation", "test")
@@ -73,7 +74,7 @@ def prepare(
       UserError: an input cannot be used, a file is bad, no document is usable, or something else
         made `output`. Nothing is left behind but what can be continued.
     """
-    output = Path(output)
+    output = any_path(output)
     found, loaded = _check_inputs(inputs, tokenizer, output, separator, skip_bad_files)
     by_hash = not any(file.split == "validation" for file in found.files)
     fields = Fields(column, source_field)

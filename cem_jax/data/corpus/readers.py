@@ -22,7 +22,7 @@ from cem_jax.data.corpus.large_json import (
 )
 from cem_jax.data.corpus.limits import LIMITS, Limits
 from cem_jax.data.corpus.parquet import parquet_rows
-from cem_jax.storage.remote import AnyPath, reading
+from cem_jax.storage.paths import AnyPath, reading
 
 UNKNOWN_SOURCE = "unknown"
 # A record that is one of these says nothing about its neighbours; if all of a file's records are

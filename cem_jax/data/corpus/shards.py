@@ -120,7 +120,7 @@ class ShardWriter:
             {
                 "file": str(self._path.relative_to(self._root)),
                 "tokens": self._written,
-                "checksum": sha256_of(self._path),
+                "checksum": "sha256:" + sha256_of(self._path),
             }
         )
 

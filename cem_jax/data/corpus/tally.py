@@ -12,7 +12,7 @@ from cem_jax.data.corpus.readers import HARMLESS, Fields
 from cem_jax.data.corpus.shards import Stream
 from cem_jax.data.dataset.store import NO_COUNTS, Counts
 from cem_jax.errors import UserError
-from cem_jax.storage.remote import AnyPath
+from cem_jax.storage.paths import AnyPath
 
 _CASES = 10  # dropped or mended records listed by place
 _WORRYING = 0.01  # share of records dropped that deserves a warning

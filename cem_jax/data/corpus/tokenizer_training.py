@@ -1,13 +1,11 @@
 """Training SentencePiece models so that code and text round-trip exactly."""
 
-import contextlib
 import io
 import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
 import sentencepiece
@@ -18,6 +16,8 @@ from cem_jax.data.corpus.large_json import BadRecord
 from cem_jax.data.corpus.readers import Fields, read_document, read_records
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
+from cem_jax.storage.durable import write_durably
+from cem_jax.storage.paths import any_path
 
 SAMPLE_BYTES = 32_000_000  # text that the trainer sees; BPE needs about 20 times that in memory
 _LEAST_SHARE = 64 << 10  # of a file, when there are too many files to read of all
@@ -43,14 +43,18 @@ def train_tokenizer(
     read and for a vocabulary that does not fit them.
     """
     started = time.monotonic()
-    output = Path(output)
+    output = any_path(output)
     if output.is_dir():
         raise UserError(f"--output {output} is a directory: name a .model file")
     files = find_files(inputs).files
     training = [file for file in files if file.split in (None, "train")] or files
     documents = sample_documents(training, column=column, sample_bytes=sample_bytes)
     tokenizer = Tokenizer(train_model(documents, vocab_size, model_type))
-    _write_atomically(output, tokenizer.model_bytes)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(output, tokenizer.model_bytes)
+    except OSError as error:
+        raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
     size = sum(len(text.encode()) for text in documents)
     measured = documents[:: max(1, len(documents) // 200)]
     tokens = sum(map(len, tokenizer.encode_batch(measured)))
@@ -181,15 +185,3 @@ def _explain(message: str, vocab_size: int) -> str:
         )
     reason = message.rpartition("] ")[2] or message  # behind the place in its source code
     return f"SentencePiece could not learn {vocab_size} pieces from this text: {reason}"
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise UserError(f"--output {path} cannot be written: {error.strerror}") from None

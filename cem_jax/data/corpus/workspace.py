@@ -10,7 +10,6 @@ what the tokens depend on, with a digest of the input files' paths, sizes and ti
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -20,7 +19,8 @@ from typing import Any
 
 from cem_jax.data.dataset.store import DESCRIPTION, MODEL, open_dataset, read_description
 from cem_jax.errors import UserError
-from cem_jax.storage.durable import sync_directory, write_durably
+from cem_jax.storage.durable import lock, new_directory, sync, write_durably, written_as
+from cem_jax.storage.paths import any_path
 
 INPUT_FILES = "input files"  # of a command
 PARTIAL = ".partial"  # the end of a working directory's name
@@ -52,7 +52,7 @@ class Workspace:
     def finish(self, output: Path) -> None:
         """Give the directory its final name."""
         self.path.rename(output)
-        sync_directory(output.parent)
+        sync(output.parent)
         for name in (_JOURNAL, LOCK):  # until then the lock keeps others away
             (output / name).unlink(missing_ok=True)
 
@@ -100,16 +100,12 @@ def workspace(output: Path, command: dict[str, Any]) -> Iterator[Workspace]:
             raise UserError(
                 f"{partial} is needed to work in; {path} is not of `cem prepare`: move it"
             )
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = (partial / LOCK).open("w")
-    except OSError as error:
-        raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
-    with lock:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another process is writing {output}") from None
+            partial.mkdir(parents=True, exist_ok=True)
+            held.enter_context(lock(partial / LOCK, f"another process is writing {output}"))
+        except OSError as error:
+            raise UserError(f"--output {output} cannot be written: {error.strerror}") from None
         work = Workspace(partial, command, output)
         try:
             yield work
@@ -128,10 +124,7 @@ def require_free(output: Path) -> None:
         raise UserError(f"--output {output} is a link: name the directory itself")
     if os.path.ismount(output):
         raise UserError(f"--output {output} is a mount point: name a directory within it")
-    if output.is_dir() and any(output.iterdir()):
-        raise UserError(f"--output {output} exists and is not empty: name a new directory")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file: name a directory")
+    new_directory("--output", output)
 
 
 def was_made(output: str | os.PathLike[str]) -> bool:
@@ -139,7 +132,7 @@ def was_made(output: str | os.PathLike[str]) -> bool:
 
     Those of versions that kept no command are like any other directory that is not empty.
     """
-    output = Path(output)
+    output = any_path(output)
     if output.is_symlink() or not os.path.isfile(output / DESCRIPTION):
         return False
     try:
@@ -180,7 +173,7 @@ def require_made_by(output: Path, command: dict[str, Any], skip_bad_files: bool)
 def _is_own(inside: Path) -> bool:
     """Return whether a file at this place of a working directory is of our making."""
     if len(inside.parts) == 1:
-        return inside.name.removesuffix(".tmp") in (LOCK, _JOURNAL, DESCRIPTION, MODEL)
+        return written_as(inside.name) in (LOCK, _JOURNAL, DESCRIPTION, MODEL)
     return len(inside.parts) == 2 and inside.suffix == ".npy"
 
 

@@ -30,7 +30,7 @@ def check_dataset(path: str | os.PathLike[str]) -> dict[str, Any]:
     description = read_description(dataset.path)
     for name, split in dataset.splits.items():
         for shard in split.shards:
-            if sha256_of(dataset.path / shard.file) != shard.checksum:
+            if f"sha256:{sha256_of(dataset.path / shard.file)}" != shard.checksum:
                 problems.append(f"{dataset.path / shard.file} has changed since it was written")
         for part in map(dataset.only, split.sources) if split.sources else (dataset,):
             problems += _content_problems(part, name, *separators)

@@ -1,18 +1,20 @@
 """Datasets at URLs: fetched once into a local cache, checked, and used from there."""
 
-import fcntl
 import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import BinaryIO
+
+from upath import UPath
 
 from cem_jax.data.dataset.store import DESCRIPTION, MODEL, inside
 from cem_jax.errors import UserError
-from cem_jax.storage.durable import write_durably
-from cem_jax.storage.remote import RemotePath, open_url, reading
+from cem_jax.storage.durable import lock, write_durably
+from cem_jax.storage.paths import any_path, reading
+from cem_jax.text import Pace, ProgressLine, format_duration
 
 _COPY_BYTES = 8 << 20
 _TELL_SECONDS = 15.0
@@ -27,18 +29,17 @@ def fetched(url: str, cache: str | os.PathLike[str] | None = None) -> Path:
     read, is not what its description says, or does not fit the disk.
     """
     url = url.rstrip("/")
-    remote = open_url(url)
+    remote = any_path(url)
     described = _read(remote / DESCRIPTION, url)
     files = dict(_files(described, url))
     key = hashlib.sha256(f"{url}\0".encode() + described).hexdigest()[:16]
-    home = Path(cache).expanduser() if cache else _default_cache()
-    local = home / f"{PurePosixPath(remote.inner).name or 'dataset'}-{key}"
+    home = any_path(cache) if cache else _default_cache()
+    local = home / f"{remote.name or 'dataset'}-{key}"
     if (local / DESCRIPTION).is_file():
         return local
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with (home / f".{local.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be fetching: wait for it
+        with lock(home / f".{local.name}.lock"):  # another process may be fetching: wait for it
             if not (local / DESCRIPTION).is_file():
                 _fetch(remote, files, described, local)
     except OSError as error:
@@ -51,9 +52,9 @@ def _default_cache() -> Path:
     return Path(home) / "cem_jax" / "datasets"
 
 
-def _read(path: RemotePath, url: str) -> bytes:
-    with reading(UserError, f"dataset {url}: its {path.name} cannot be read"), path.open() as file:
-        return file.read()
+def _read(path: UPath, url: str) -> bytes:
+    with reading(UserError, f"dataset {url}: its {path.name} cannot be read"):
+        return path.read_bytes()
 
 
 def _files(described: bytes, url: str) -> Iterator[tuple[str, str]]:
@@ -70,39 +71,42 @@ def _files(described: bytes, url: str) -> Iterator[tuple[str, str]]:
         ) from None
 
 
-def _fetch(remote: RemotePath, files: dict[str, str], described: bytes, local: Path) -> None:
+def _fetch(remote: UPath, files: dict[str, str], described: bytes, local: Path) -> None:
     partial = local.with_name(local.name + ".partial")
     partial.mkdir(exist_ok=True)
-    told = time.monotonic()
     print(f"cem: fetching {remote} into {local}", file=sys.stderr)
+    line, pace = ProgressLine(sys.stderr, every=_TELL_SECONDS), Pace(len(files))
     for number, (name, checksum) in enumerate(files.items(), start=1):
         target = partial / name
         if not target.exists():
             _fetch_file(remote / name, target, checksum)
-        if time.monotonic() - told >= _TELL_SECONDS:
-            told = time.monotonic()
-            print(f"cem: fetched {number} of {len(files)} files", file=sys.stderr)
+        left = pace.seconds_left(number)
+        if line.is_due():
+            done = f"cem: fetched {number} of {len(files)} files"
+            line.show(done, f"ETA {format_duration(left)}")
+    line.finish()
     write_durably(partial / DESCRIPTION, described)
     partial.rename(local)
 
 
-def _fetch_file(remote: RemotePath, target: Path, checksum: str) -> None:
+def _fetch_file(remote: UPath, target: Path, checksum: str) -> None:
     target.parent.mkdir(exist_ok=True)
-    scratch = target.with_name(target.name + ".part")
+    write_durably(target, _checked(remote, checksum))
+
+
+def _checked(remote: UPath, checksum: str) -> Iterator[bytes]:
+    """The content; UserError at its end when it is not what the description says."""
     digest = hashlib.sha256()
-    with scratch.open("wb") as out:
-        with reading(UserError, f"{remote} cannot be read"):
-            source = remote.open()
-        with source:
-            while chunk := _next(source, remote):
-                digest.update(chunk)
-                out.write(chunk)
+    with reading(UserError, f"{remote} cannot be read"):
+        source = remote.open("rb")
+    with source:
+        while chunk := _next(source, remote):
+            digest.update(chunk)
+            yield chunk
     if f"sha256:{digest.hexdigest()}" != checksum:
-        scratch.unlink()
         raise UserError(f"{remote} is not the file that its {DESCRIPTION} describes: its checksum")
-    scratch.rename(target)
 
 
-def _next(source, remote: RemotePath) -> bytes:
+def _next(source: BinaryIO, remote: UPath) -> bytes:
     with reading(UserError, f"{remote} cannot be read"):
         return source.read(_COPY_BYTES)

@@ -10,7 +10,7 @@ from cem_jax.data.dataset.fetch import fetched
 from cem_jax.data.dataset.store import Dataset, open_dataset
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
-from cem_jax.storage.remote import is_url
+from cem_jax.storage.paths import is_url
 
 _FINEST = 1_000_000  # weights are kept to one part in a million
 

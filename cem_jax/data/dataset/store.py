@@ -21,6 +21,7 @@ from jaxtyping import Int32, Int64, Integer
 
 from cem_jax.data.dataset.tokenizer import SEPARATORS, Tokenizer
 from cem_jax.errors import UserError
+from cem_jax.storage.paths import any_path
 
 FORMAT = 1
 DESCRIPTION = "dataset.json"
@@ -195,7 +196,7 @@ def open_dataset(path: str | os.PathLike[str]) -> Dataset:
     Contents are not read here: `cem prepare --check` compares checksums. Raises UserError with
     everything that is wrong.
     """
-    path = Path(path)
+    path = any_path(path)
     if not path.is_dir():
         raise UserError(f"dataset {path} does not exist: make one with `cem prepare`")
     description = read_description(path)

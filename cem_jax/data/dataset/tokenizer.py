@@ -5,12 +5,12 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Self
 
 import sentencepiece
 
 from cem_jax.errors import UserError
+from cem_jax.storage.paths import any_path
 
 SEPARATORS = ("bos", "eos", "both")
 _SPACE_MARK = "\u2581"  # SentencePiece writes a space so; a literal one would come back as a space
@@ -53,7 +53,7 @@ class Tokenizer:
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a `.model` file; raises UserError when it is missing or no SentencePiece model."""
         try:
-            model_bytes = Path(path).read_bytes()
+            model_bytes = any_path(path).read_bytes()
         except OSError as error:
             raise UserError(f"tokenizer {path} cannot be read: {error.strerror}") from None
         return cls(model_bytes, name=str(path))

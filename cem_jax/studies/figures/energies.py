@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from etils import epath
 
 from cem_jax.runs.metrics import FILE_NAME, read_metrics
-from cem_jax.storage.paths import entries
+from cem_jax.storage.paths import AnyPath, entries
 from cem_jax.studies.figures.pictures import canvas
 
 # Fields of a line that are lists over layer and t, with how a picture calls them.
@@ -28,7 +27,7 @@ QUANTITIES = {
 SUBLAYERS = ("attention", "mlp")
 
 
-def energy_lines(workdir: epath.Path) -> dict[str, list[dict[str, Any]]]:
+def energy_lines(workdir: AnyPath) -> dict[str, list[dict[str, Any]]]:
     """The `energies` lines of each run in the folders of `workdir`, and of itself, by name."""
     folders = [workdir, *(path for path in entries(workdir) if path.is_dir())]
     found = {}

@@ -12,11 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from etils import epath
-
 from cem_jax.errors import UserError
-from cem_jax.storage.paths import place, writing
-from cem_jax.storage.remote import is_url
+from cem_jax.storage.paths import is_url, place, writing
 from cem_jax.studies.figures import tables
 from cem_jax.studies.figures.energies import draw_energies, eigenvalue_table, energy_lines
 from cem_jax.studies.figures.grid import BASE, Sweep, read_sweep
@@ -77,7 +74,7 @@ def report(
         )
     target = Path(output) if output else Path(folder) / "report"
     require_own(target)
-    with writing(epath.Path(target)):
+    with writing(target):
         page = Page(target, f"Runs in {folder.name or folder}")
         _preface(page, strays, sorted({row.dataset for row in rows}))
         begun = [section for section in sections if section.begun]
@@ -122,7 +119,7 @@ def _preface(page: Page, strays: Sequence[Unmatched], datasets: Sequence[str]) -
 
 
 def _figure(page: Page, section: Section) -> None:
-    write_csv(epath.Path(page.file(f"{section.stem}.csv")), list(map(asdict, section.lines)))
+    write_csv(Path(page.file(f"{section.stem}.csv")), list(map(asdict, section.lines)))
     page.heading(section.title)
     if section.comparable:
         page.picture(f"{section.stem}.png", section.title, partial(draw, section))

@@ -17,13 +17,13 @@ from numbers import Real
 from typing import Any, get_type_hints
 
 import jax
-from etils import epath
 
 from cem_jax.errors import UserError
 from cem_jax.model import pure
 from cem_jax.runs.evaluation import evaluate
 from cem_jax.runs.metrics import read_metrics
-from cem_jax.storage.paths import write_whole
+from cem_jax.storage.durable import write_durably
+from cem_jax.storage.paths import AnyPath, writing
 from cem_jax.studies.figures.grid import Run
 from cem_jax.train.flops import training_flops_per_token
 
@@ -66,7 +66,7 @@ class Row:
     versions: Mapping
     config: Mapping
 
-    def write(self, file: epath.Path) -> None:
+    def write(self, file: AnyPath) -> None:
         """Write it as JSON: all of the file or none of it."""
         write_json(file, {"format": FORMAT} | dataclasses.asdict(self))
 
@@ -74,7 +74,7 @@ class Row:
 _FIELDS = get_type_hints(Row)
 
 
-def measure(run: Run, workdir: epath.Path, dataset: str) -> Row:
+def measure(run: Run, workdir: AnyPath, dataset: str) -> Row:
     """Measure a run that was trained in `workdir` on the test split.
 
     Its last validation is taken if that was of the test split; otherwise it is evaluated here.
@@ -127,7 +127,7 @@ def training_seconds(lines: list[dict[str, Any]]) -> float | None:
     return total
 
 
-def read_rows(folder: epath.Path) -> dict[str, Row]:
+def read_rows(folder: AnyPath) -> dict[str, Row]:
     """Read the rows in `folder` and in the folders within it, by the runs' names.
 
     A loss or perplexity of null, as of a run that diverged, is NaN. Raises UserError for a file
@@ -161,12 +161,12 @@ def _finite_or_nan(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-def write_json(path: epath.Path, value: Any) -> None:
+def write_json(path: AnyPath, value: Any) -> None:
     """Write a JSON file, all of it or none."""
     _write(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def write_csv(path: epath.Path, table: Sequence[Mapping[str, Any]]) -> None:
+def write_csv(path: AnyPath, table: Sequence[Mapping[str, Any]]) -> None:
     """Write a table, whose columns are the first line's fields; all of it or none."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
@@ -175,9 +175,10 @@ def write_csv(path: epath.Path, table: Sequence[Mapping[str, Any]]) -> None:
     _write(path, text.getvalue())
 
 
-def _write(path: epath.Path, text: str) -> None:
+def _write(path: AnyPath, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text.encode())
+    with writing(path):
+        write_durably(path, text.encode())
 
 
 def _without_places(values: dict[str, Any]) -> dict[str, Any]:
@@ -192,5 +193,5 @@ def _last_validation(lines: list[dict[str, Any]], step: int) -> dict[str, Any] |
     return next((line for line in found if line["split"] == SPLIT), None)
 
 
-def _loss_at(workdir: epath.Path, steps: int) -> float:
+def _loss_at(workdir: AnyPath, steps: int) -> float:
     return evaluate(workdir, split=SPLIT, attention_steps=steps, mlp_steps=steps)["loss"]

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from etils import epath
 
 from cem_jax.config import leaves, load_config
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.runs.setup import open_data
 from cem_jax.runs.training import train
-from cem_jax.storage.paths import place
+from cem_jax.storage.paths import AnyPath, place
 from cem_jax.studies.figures.grid import Run, flag
 from cem_jax.studies.figures.rows import (
     SPLIT,
@@ -83,9 +82,7 @@ def _leaves_of_file(file: str) -> dict[str, Any]:
     return leaves(load_config(file))
 
 
-def _finished(
-    runs: Sequence[Run], workdir: epath.Path, results: epath.Path | None
-) -> dict[str, Row]:
+def _finished(runs: Sequence[Run], workdir: AnyPath, results: AnyPath | None) -> dict[str, Row]:
     """The rows of runs that lack nothing."""
     rows = read_rows(workdir) | (read_rows(results) if results else {})
     wanted = {run.name: {str(steps) for steps in run.evaluate_steps} for run in runs}
@@ -108,7 +105,7 @@ def _dataset(runs: Sequence[Run]) -> str:
 class _Grid:
     """Runs, and what is known of each."""
 
-    def __init__(self, runs: Sequence[Run], workdir: epath.Path, results: epath.Path | None):
+    def __init__(self, runs: Sequence[Run], workdir: AnyPath, results: AnyPath | None):
         self.runs, self.workdir, self.results = runs, workdir, results
         self.dataset = _dataset(runs)
         self.rows = _finished(runs, workdir, results)

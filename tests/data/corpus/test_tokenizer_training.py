@@ -1,11 +1,9 @@
 import errno
 import sys
-from pathlib import Path
 
 import pytest
 import sentencepiece
 
-from cem_jax.data.corpus import tokenizer_training
 from cem_jax.data.corpus.files import find_files
 from cem_jax.data.corpus.tokenizer_training import (
     sample_documents,
@@ -71,12 +69,12 @@ def test_it_reports_bad_input(tmp_path):
     assert not (tmp_path / "t.model").exists()
 
 
-def test_a_disk_that_fills_up_leaves_nothing(tmp_path, monkeypatch):
-    def fill_up(path, content):
-        path.touch()
+def test_a_disk_that_fills_up_leaves_nothing(tmp_path, texts, monkeypatch):
+    def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", fill_up)
-    with pytest.raises(UserError, match="No space left"):
-        tokenizer_training._write_atomically(tmp_path / "t.model", b"model")
-    assert not list(tmp_path.iterdir())
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match=r"--output .*t\.model cannot be written: No space left"):
+        train_tokenizer([str(tmp_path / "a.txt")], tmp_path / "t.model", 400, out=sys.stderr)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

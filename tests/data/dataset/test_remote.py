@@ -49,7 +49,7 @@ def test_urls_are_walked_and_globbed_like_folders(memory, corpus):
     memory.pipe_file("/bucket/c/train/.hidden/x.txt", b"x")
     found = find_files(["memory://bucket/c"])
     assert {str(file.path): (file.split, file.size) for file in found.files} == {
-        f"memory:///bucket/c/{name}": (name.split("/")[0], len(content))
+        f"memory://bucket/c/{name}": (name.split("/")[0], len(content))
         for name, content in files_of(corpus).items()
         if "notes" not in name
     }
@@ -99,7 +99,7 @@ def test_faults_of_remote_files_name_the_url(tmp_path, memory, model_file):
     [
         ("gcsfs", "gs://bucket/x", r"gs://bucket/x: .*gcs.*; pip install 'cem_jax\[cloud\]'"),
         ("s3fs", "s3://bucket/x", r"s3://bucket/x: .*s3.*; pip install 'cem_jax\[cloud\]'"),
-        ("fsspec", "hf://datasets/x", r"fsspec.*; pip install huggingface_hub"),
+        ("huggingface_hub", "hf://datasets/x", r"hf://.*; pip install huggingface_hub"),
     ],
 )
 def test_what_is_missing_is_told(monkeypatch, missing, url, words):
