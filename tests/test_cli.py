@@ -336,3 +336,31 @@ def test_output_to_a_full_disk_is_no_traceback(flags):
     assert lines == ["cem: error: standard output cannot be written: No space left on device"]
     assert b"Traceback" not in done.stderr
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["eval", "--workdir=~/x"],
+        ["export", "--workdir=r", "--output=~/x"],
+        ["prepare", "--input=c", "--tokenizer=t", "--output=~/x"],
+        ["tokenizer", "--input=c", "--vocab-size=300", "--output=~/x"],
+    ],
+)
+def test_the_home_directory_is_expanded(argv, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert "/home/someone/x" in vars(cli.parse_arguments(argv)).values()
+
+
+def test_the_home_directory_is_expanded_in_a_configuration(monkeypatch):
+    from tiny import tiny_config
+
+    from cem_jax.config.file import split_argument
+    from cem_jax.runs.directory import with_absolute_paths
+
+    monkeypatch.setenv("HOME", "/home/someone")
+    data = with_absolute_paths(tiny_config(data__path="~/d")).data
+    assert data.path == "/home/someone/d"
+    mixed = tiny_config(data__path="", data__mixture=("~/a=1", "/b=2", "gs://b/~/c=3"))
+    assert with_absolute_paths(mixed).data.mixture == ("/home/someone/a=1", "/b=2", "gs://b/~/c=3")
+    assert str(split_argument("~/c.py:x")[0]) == "/home/someone/c.py"

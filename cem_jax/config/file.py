@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import os
 import sys
 import traceback
 import types
@@ -68,6 +69,7 @@ def call_in_file(path: str, function: str, use: Callable[[Any], Any]) -> Any:
 
 def split_argument(path: str) -> tuple[Path, list[str]]:
     """Split `file.py:argument` into (file.py, [argument]); without an argument, (path, [])."""
+    path = os.path.expanduser(path)
     if not Path(path).exists() and ".py:" in path:
         stem, _, argument = path.partition(".py:")
         return Path(stem + ".py"), [argument]

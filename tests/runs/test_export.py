@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import jax
@@ -49,6 +50,21 @@ def exported(tmp_path, tokenizer):
     run = write_run(tmp_path / "run", config, tokenizer, steps)
     output(run, tmp_path / "out")
     return tmp_path / "out"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_umask_decides_who_may_read(exported, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        output(tmp_path / "run", tmp_path / "other")
+        back(exported, tmp_path / "back")
+    finally:
+        os.umask(before)
+    made = [*(tmp_path / "other").rglob("*"), *(tmp_path / "back").rglob("*")]
+    assert {p.name for p in made} >= {"model.safetensors", "config.json", "checksums.sha256"}
+    for path in made:
+        full = 0o777 if path.is_dir() else 0o666
+        assert stat.S_IMODE(path.stat().st_mode) == full & ~umask, path
 
 
 def output(workdir: Path, folder: Path, step=None) -> dict:
