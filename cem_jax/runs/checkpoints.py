@@ -24,6 +24,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -96,6 +97,22 @@ class Info(NamedTuple):
         return values | {"extra": json.loads(json.dumps(extra, allow_nan=False))}
 
 
+@dataclass
+class _Listed:
+    """A complete checkpoint, and what this process has found out about it.
+
+    path: the directory it is read from.
+    directories: all that are named after its step, incomplete ones too.
+    checked: whether it was read to its end, or written, by this process.
+    """
+
+    path: AnyPath
+    directories: list[AnyPath]
+    info: Info | None = None
+    damage: Damage | None = None
+    checked: bool = False
+
+
 class _Removed(Exception):
     """A checkpoint that was listed has been removed since, by a training or by hand."""
 
@@ -114,28 +131,26 @@ class Reader:
         self.directory = place(directory)
         self._report = report if session.is_first() else lambda line: None
         self._reported: set[str] = set()
-        self._damaged: dict[int, Damage] = {}
-        self._checked: set[int] = set()  # read to their end, or written, by this process
-        self._infos: dict[int, Info] = {}
         self._list()
 
     def _list(self) -> None:
         """Read what is there; tell once of directories that only look like a checkpoint."""
-        self._paths: dict[int, AnyPath] = {}  # complete ones
-        self._named: dict[int, list[AnyPath]] = {}  # all directories named after a step
+        self._found: dict[int, _Listed] = {}
         self.once_complete: list[str] = []  # names of those that have lost their checksum lists
         listed = entries(self.directory)
         half_removed = doomed(listed)
+        directories: dict[int, list[AnyPath]] = {}
         for path in listed:
             match = _NAME.fullmatch(path.name)
             if path.name in half_removed or not (match or _LEFTOVER.fullmatch(path.name)):
                 continue
             complete = is_whole(path)
             if match:
-                self._named.setdefault(int(match[1]), []).append(path)
-            if match and complete:
-                self._paths.setdefault(int(match[1]), path)  # "30" sorts before "30.replaced"
-            else:
+                step = int(match[1])
+                directories.setdefault(step, []).append(path)
+                if complete:  # "30" sorts before "30.replaced"
+                    self._found.setdefault(step, _Listed(path, directories[step]))
+            if not (match and complete):
                 self._report_once(f"{path} is not a complete checkpoint: ignored")
             if not complete and _was_complete(path):
                 self.once_complete.append(path.name)
@@ -144,7 +159,7 @@ class Reader:
 
     def steps(self) -> list[int]:
         """The steps that have a complete checkpoint, not known to be damaged, in order."""
-        return sorted(self._paths.keys() - self._damaged.keys())
+        return sorted(step for step, listed in self._found.items() if listed.damage is None)
 
     def latest_step(self) -> int | None:
         """The newest of `steps()`, None without any."""
@@ -159,9 +174,9 @@ class Reader:
 
     def info(self, step: int) -> Info:
         """What the checkpoint of `step` says of itself. Raises UserError if it cannot be read."""
-        info = self._known_info(step) if step in self._paths else None
+        info = self._known_info(step) if step in self._found else None
         if info is None:
-            raise self._none_of(self._candidates(step))
+            raise UserError(*map(self._damage_line, self._candidates(step)))
         return info
 
     # ---- restoring ----
@@ -193,10 +208,10 @@ class Reader:
         while True:
             # All processes read what the first one has found to be undamaged.
             chosen = session.shared("the checkpoint", lambda: self._newest_undamaged(step))
-            if chosen not in self._paths:
+            if chosen not in self._found:
                 self._list()
-            path = self._paths[chosen]
-            info = self._infos.get(chosen) or Info.read(path)
+            path = self._found[chosen].path
+            info = self._found[chosen].info or Info.read(path)
             abstract = wanted(info) if callable(wanted) else wanted
             if lines := mismatches(info.arrays, abstract, partial):
                 raise UserError(f"checkpoint {chosen} holds another model's state:", *lines)
@@ -209,9 +224,10 @@ class Reader:
                     raise self._unreadable(chosen, error) from error
                 if not self._is_removed(chosen):
                     # its bytes are those that were written: not reason enough to remove it
-                    self._note_damage(chosen, Damage(one_line(error), lasting=False))
+                    self._found[chosen].damage = Damage(one_line(error), lasting=False)
+                    self._report_once(self._damage_line(chosen))
                 continue
-            if step is None and any(damaged > chosen for damaged in self._damaged):
+            if step is None and any(damaged > chosen for damaged in self._damaged()):
                 self._report_once(f"continuing from checkpoint {chosen} in {self.directory}")
             return state, info
 
@@ -224,7 +240,7 @@ class Reader:
                 self._list()
                 continue
             if found is None:
-                raise self._none_of(candidates)
+                raise UserError(*map(self._damage_line, candidates))
             return found
         raise RunFailed(f"{self.directory}: checkpoints are removed faster than they can be read")
 
@@ -233,20 +249,18 @@ class Reader:
         steps = self.steps()
         if step is None and steps:
             return steps[::-1]
-        if step is not None and step in self._paths:
+        if step is not None and step in self._found:
             return [step]
         known = f"there are: {', '.join(map(str, steps))}" if steps else "there is none at all"
         wanted = "no complete checkpoint" if step is None else f"no complete checkpoint {step}"
-        lines = self._none_of(sorted(self._damaged)).messages if self._damaged else ()
+        lines = [self._damage_line(damaged) for damaged in self._damaged()]
         raise UserError(f"{wanted} in {self.directory}; {known}", *lines)
 
-    def _none_of(self, steps: Iterable[int]) -> UserError:
-        return UserError(
-            *(
-                f"checkpoint {step} in {self.directory} is damaged: {self._damaged[step]}"
-                for step in steps
-            )
-        )
+    def _damaged(self) -> list[int]:
+        return sorted(step for step, listed in self._found.items() if listed.damage is not None)
+
+    def _damage_line(self, step: int) -> str:
+        return f"checkpoint {step} in {self.directory} is damaged: {self._found[step].damage}"
 
     def _unreadable(self, step: int, error: Exception) -> RunFailed:
         where = f"checkpoint {step} in {self.directory} cannot be read"
@@ -262,44 +276,42 @@ class Reader:
         measure = infos[max(scored)].measure
         alike = [step for step in scored if infos[step].measure == measure]
         ordered = sorted(alike, key=lambda step: (infos[step].metric, -step))
-        return next((s for s in ordered if s in self._checked or self._is_sound(s)), None)
+        return next((s for s in ordered if self._found[s].checked or self._is_sound(s)), None)
 
     def _known_info(self, step: int) -> Info | None:
         """The info of `step`; None if it is damaged."""
-        if step not in self._infos:
+        listed = self._found[step]
+        if listed.info is None:
             self._is_sound(step, INFO_FILE)
-        return None if step in self._damaged else self._infos[step]
+        return listed.info if listed.damage is None else None
 
     def _is_sound(self, step: int, only: str | None = None) -> bool:
         """Whether it is undamaged (`only`: this one file of it); tells if it is not."""
-        if step in self._damaged:
-            return False
-        damage = self._examine(step, only)
-        if damage is not None:
-            self._note_damage(step, damage)
-        elif only is None:
-            self._checked.add(step)
-        return damage is None
+        listed = self._found[step]
+        if listed.damage is None:
+            listed.damage = self._examine(step, only)
+            listed.checked = only is None
+        if listed.damage is not None:
+            self._report_once(self._damage_line(step))
+        return listed.damage is None
 
     def _examine(self, step: int, only: str | None = None) -> Damage | None:
         """What is wrong with it, None if nothing is. Raises _Removed."""
-        damage = find_damage(self._paths[step], only)
-        if damage is not None and self._is_removed(step):
-            raise _Removed
+        listed = self._found[step]
+        damage = find_damage(listed.path, only)
         if damage is not None:
+            if self._is_removed(step):
+                raise _Removed
             return damage
-        info = self._infos[step] = Info.read(self._paths[step])
-        if info.step != step:  # whoever gave it this name may give it its own again
-            return Damage(f"it is of step {info.step}: the directory was renamed", lasting=False)
+        listed.info = Info.read(listed.path)
+        if listed.info.step != step:  # whoever gave it this name may give it its own again
+            other = listed.info.step
+            return Damage(f"it is of step {other}: the directory was renamed", lasting=False)
         return None
 
     def _is_removed(self, step: int) -> bool:
-        path = self._paths[step]
+        path = self._found[step].path
         return not path.exists() or path.name in doomed(entries(self.directory))
-
-    def _note_damage(self, step: int, damage: Damage) -> None:
-        self._damaged[step] = damage
-        self._report_once(f"checkpoint {step} in {self.directory} is damaged: {damage}")
 
     def _report_once(self, line: str) -> None:
         if line not in self._reported:
@@ -407,11 +419,9 @@ class Writer(Reader):
         except Exception as error:
             raise self._failure(info.step, error) from error
         self._saving = None
-        self._damaged.pop(info.step, None)
-        self._checked.add(info.step)
-        self._infos[info.step] = info
-        self._paths[info.step] = path = self.directory / str(info.step)
-        self._named.setdefault(info.step, []).append(path)
+        path, replaced = self.directory / str(info.step), self._found.get(info.step)
+        aside = [] if replaced is None else [p for p in replaced.directories if p != path]
+        self._found[info.step] = _Listed(path, [path, *aside], info, checked=True)
         if session.is_first():
             with contextlib.suppress(_Removed):  # by hand just now: the next save goes through it
                 self._retain(info.step)
@@ -449,7 +459,7 @@ class Writer(Reader):
         if is_whole(path):
             aside = self.directory / f"{step}.replaced"
             set_aside(path, aside, last=LIST_NAME)
-            self._paths[step], self._named[step] = aside, [aside]
+            self._found[step] = _Listed(aside, [aside])
 
     def _clear_leftovers(self) -> None:
         for path in entries(self.directory):
@@ -461,34 +471,34 @@ class Writer(Reader):
 
         Later steps are what an earlier run left when it went back to a step before them.
         """
-        for step in [s for s, path in self._paths.items() if not path.exists()]:  # by hand
-            self._forget(step)
+        for step in [s for s, listed in self._found.items() if not listed.path.exists()]:
+            del self._found[step]  # somebody else removed it: it is not one of the newest
         earlier = [step for step in self.steps() if step < newest]
         kept = {newest, *earlier[::-1][: self._keep - 1]}
         kept |= {s for s in earlier if self._is_multiple(s) or self._is_milestone(s)}
         if self._keep_best:
             kept.add(self._best([*earlier, newest]))
-        for step in list(self._paths):
-            staying = [self._paths[step]] if step in kept or not self._may_go(step) else []
-            for path in self._named[step]:
+        for step, listed in list(self._found.items()):
+            staying = [listed.path] if step in kept or not self._may_go(step) else []
+            for path in listed.directories:
                 if path not in staying and not self._remove(path):
                     staying.append(path)
-            self._named[step] = staying
+            listed.directories = staying
             if not staying:
-                self._forget(step)
+                del self._found[step]
 
     def _may_go(self, step: int) -> bool:
         """Whether retention may remove it: not where it only could not be read for a while.
 
         A damaged one is read once more, and stays unless that finds damage that lasts.
         """
-        damage = self._damaged.get(step)
+        damage = self._found[step].damage
         if damage is None:
             return True
         again = self._examine(step) if damage.lasting else damage
         if again is not None and again.lasting:
             return True
-        self._damaged[step] = Damage(str(damage), lasting=False)
+        self._found[step].damage = Damage(str(damage), lasting=False)
         self._report_once(f"checkpoint {step} in {self.directory} stays: it may be readable again")
         return False
 
@@ -501,10 +511,6 @@ class Writer(Reader):
             self._report_once(f"{path} could not be removed: {error}")
             return False
         return True
-
-    def _forget(self, step: int) -> None:
-        for known in (self._paths, self._named, self._infos):
-            known.pop(step, None)
 
     def _is_multiple(self, step: int) -> bool:
         return self._keep_every is not None and step % self._keep_every == 0

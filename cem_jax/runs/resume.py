@@ -7,13 +7,12 @@ rate is the new schedule's at the share of them that was seen. The data continue
 that was not consumed; windows of another length, as many tokens into their order.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 
-from cem_jax.config import Config, OptimizerConfig, differences
+from cem_jax.config import Config, OptimizerConfig, differences, leaves
+from cem_jax.config.schema import flattened
 from cem_jax.errors import UserError
 from cem_jax.runs.position import Position
 from cem_jax.storage.paths import AnyPath
@@ -54,18 +53,11 @@ def is_free(field: str) -> bool:
 
 def as_recorded(present: Config, position: Position) -> Config:
     """`present` with the fields of its checkpoint, except for free ones and the data's location."""
-
-    def chosen(values: Mapping[str, Any], recorded: Mapping[str, Any], prefix: str) -> dict:
-        return {
-            name: chosen(value, recorded.get(name, {}), f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else value
-            if is_free(prefix + name) or prefix + name == "data.mixture"
-            else recorded.get(name, value)
-            for name, value in values.items()
-        }
-
-    return Config.from_dict(chosen(present.to_dict(), position.config, ""))
+    recorded = flattened(position.config)
+    stays = lambda name: is_free(name) or name == "data.mixture"
+    return Config.from_dict(
+        {n: v if stays(n) else recorded.get(n, v) for n, v in leaves(present).items()}
+    )
 
 
 def other_model(recorded: Config, other: Config) -> list[str]:

@@ -10,8 +10,8 @@ from cem_jax.errors import UserError
 from cem_jax.model import pure
 from cem_jax.runs.checkpoints import Info, Reader, warn
 from cem_jax.runs.directory import read_config
-from cem_jax.runs.jax_settings import configure_jax
 from cem_jax.runs.resume import as_recorded, edited_config
+from cem_jax.runs.setup import configure_jax
 from cem_jax.storage.paths import AnyPath, place
 
 

@@ -1,7 +1,10 @@
 """Everything that a run needs, checked before any of it starts or is written."""
 
+import os
+from pathlib import Path
 from typing import NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from cem_jax.config import Config
@@ -10,7 +13,6 @@ from cem_jax.data.dataset.loader import TrainLoader
 from cem_jax.data.dataset.mixture import Mixture, open_mixture, open_source, single
 from cem_jax.distributed.session import local_rows
 from cem_jax.errors import UserError
-from cem_jax.runs.jax_settings import configure_jax
 from cem_jax.sharding.mesh import batch_sharding
 from cem_jax.train.evaluator import Evaluator
 from cem_jax.train.setup import abstract_state, lay_out
@@ -45,6 +47,14 @@ def prepare_run(config: Config) -> Setup:
     )
     evaluator = Evaluator(config, mixture, config.eval.split, limit=config.eval.batches, mesh=mesh)
     return Setup(config, mixture, loader, evaluator, mesh, abstract_state(config, mesh))
+
+
+def configure_jax(config: Config) -> None:
+    """Set float64, where the run computes in it, and the compile cache; before any computation."""
+    if config.train.compute_dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    cache = config.log.compile_cache or Path.home() / ".cache" / "cem_jax" / "compile"
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
 
 
 def open_data(config: Config) -> Mixture:
