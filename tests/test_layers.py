@@ -38,7 +38,7 @@ ALLOWED["train"] = {
     *BASE,
 }
 ALLOWED["runs"] = {"train", "storage", *ALLOWED["train"]}
-ALLOWED["aot"] = {"train", "runs", *ALLOWED["train"]}
+ALLOWED["aot"] = {"train", *ALLOWED["train"]}
 ALLOWED["verify"] = {"model", "energy", "kernels", "sharding", "config", *BASE}
 ALLOWED["studies"] = {"runs", "data.corpus", *ALLOWED["runs"]}
 ALLOWED["commands"] = {*ALLOWED} - {"cem_jax"}

@@ -129,7 +129,7 @@ class Reader:
 
     def __init__(self, directory: str | os.PathLike[str], *, report: Callable[[str], None] = warn):
         self.directory = place(directory)
-        self._report = report if session.is_first() else lambda line: None
+        self._report = report if session.current().is_first else lambda line: None
         self._reported: set[str] = set()
         self._list()
 
@@ -207,7 +207,7 @@ class Reader:
         """
         while True:
             # All processes read what the first one has found to be undamaged.
-            chosen = session.shared("the checkpoint", lambda: self._newest_undamaged(step))
+            chosen = session.current().shared("the checkpoint", lambda: self._newest_undamaged(step))
             if chosen not in self._found:
                 self._list()
             path = self._found[chosen].path
@@ -220,7 +220,7 @@ class Reader:
             except (MemoryError, jax.errors.JaxRuntimeError):
                 raise  # the machine's fault, not the checkpoint's
             except Exception as error:
-                if session.processes() > 1:
+                if session.current().processes > 1:
                     raise self._unreadable(chosen, error) from error
                 if not self._is_removed(chosen):
                     # its bytes are those that were written: not reason enough to remove it
@@ -422,7 +422,7 @@ class Writer(Reader):
         path, replaced = self.directory / str(info.step), self._found.get(info.step)
         aside = [] if replaced is None else [p for p in replaced.directories if p != path]
         self._found[info.step] = _Listed(path, [path, *aside], info, checked=True)
-        if session.is_first():
+        if session.current().is_first:
             with contextlib.suppress(_Removed):  # by hand just now: the next save goes through it
                 self._retain(info.step)
 
@@ -448,7 +448,7 @@ class Writer(Reader):
 
     def _make_room(self, step: int) -> None:
         """Clear leftovers of earlier processes; set aside a checkpoint of the same step."""
-        if not session.is_first():
+        if not session.current().is_first:
             return
         # The directory alone: a run directory that was removed meanwhile must not reappear.
         self.directory.mkdir(parents=is_url(self.directory), exist_ok=True)
@@ -522,7 +522,7 @@ class Writer(Reader):
     def _failure(self, step: int | None, error: Exception) -> RunFailed:
         newest = self.latest_step()
         self._saving = None
-        if session.is_first():
+        if session.current().is_first:
             with contextlib.suppress(OSError):  # what it left may be what filled the disk
                 self._clear_leftovers()
         rest = "no checkpoint is complete" if newest is None else f"the newest complete is {newest}"

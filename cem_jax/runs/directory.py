@@ -79,7 +79,7 @@ def only_writer(workdir: AnyPath) -> Iterator[None]:
 
     Raises UserError when it cannot be made or another process is at work in it.
     """
-    if not session.is_first() or is_url(workdir):
+    if not session.current().is_first or is_url(workdir):
         yield
         return
     made = list(itertools.takewhile(lambda p: not p.exists(), (workdir, *workdir.parents)))

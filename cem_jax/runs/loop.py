@@ -72,7 +72,7 @@ class Loop:
         self.rate = self.progress.rate
         self.last_save = time.monotonic()
         self.loss: float | None = None
-        self.wishes = session.Wishes(setup.mesh)
+        self.wishes = session.current().wishes(setup.mesh)
         step = jitted_step(config, setup.mesh, setup.state, course.total, course.ahead)
         self.step = in_mesh(setup.mesh, session.together("the training step", step))
         self.probe = make_probe(config, setup.mesh) if config.log.energies_every else None
@@ -80,7 +80,7 @@ class Loop:
     def announce(self) -> None:
         """Say what is about to run, and where."""
         start, total = self.course.start, self.course.total
-        devices, count = jax.device_count(), session.processes()
+        devices, count = jax.device_count(), session.current().processes
         kind = jax.devices()[0].device_kind
         self.progress.message(
             f"{'resuming' if start else 'starting'} at step {start} of {total} in "
@@ -123,7 +123,7 @@ class Loop:
                     pending = None
                     position = self._pause(due, state, batch, self._at(position, step + 1))
         except jax.errors.JaxRuntimeError as error:
-            session.lost(error)
+            session.current().lost(error)
             raise
         finally:
             batches.close()
@@ -147,7 +147,7 @@ class Loop:
         self.rate.step_done()
         self.stop.something_to_save()
         self.checkpoints.check()
-        session.progress(f"step {done}")
+        session.current().progress(f"step {done}")
         self.loss = float(measured.loss)
         if measured.bad_steps:
             self.progress.message(
@@ -205,7 +205,7 @@ class Loop:
         with self.rate.paused():
             if due.energies:
                 self.metrics.write("energies", done, **self.probe(state.params, batch))
-                session.progress(f"energies after step {done}")
+                session.current().progress(f"energies after step {done}")
             if owed and not signal:
                 metric, signal = self._validate(state, done)
                 owed = bool(signal)
@@ -231,7 +231,7 @@ class Loop:
         of = evaluator.batches(whole=whole)
 
         def report(batches: int) -> None:
-            session.progress(f"validation after step {done}")
+            session.current().progress(f"validation after step {done}")
             self.progress.between(f"step {done}: validation, batch {batches}/{of}")
             signal, _ = self.wishes.settle(self.stop.signal or 0, 0)
             if signal:
@@ -251,7 +251,7 @@ class Loop:
         return common, 0
 
     def _save(self, state: TrainState, position: Position, metric: float | None) -> None:
-        if session.is_first() and not (self.workdir / "config.json").exists():
+        if session.current().is_first and not (self.workdir / "config.json").exists():
             raise RunFailed(
                 f"{self.workdir}: config.json is gone; the directory was removed or replaced while "
                 "the run was at work in it"
@@ -260,14 +260,14 @@ class Loop:
         self.checkpoints.save(state, position, metric, self.setup.evaluator.measure)
         self.last_save = time.monotonic()
         self.wishes.forget()
-        session.progress(f"checkpoint {position.step}")
+        session.current().progress(f"checkpoint {position.step}")
 
 
 class _Profiler:
     """Traces the steps of log.profile_steps; a run may begin or end within them."""
 
     def __init__(self, config: Config, workdir: AnyPath):
-        self._steps = config.log.profile_steps if session.is_first() else ()
+        self._steps = config.log.profile_steps if session.current().is_first else ()
         self._folder, self._tracing = str(workdir / "profile"), False
 
     def before(self, step: int) -> None:

@@ -5,6 +5,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+
+# Before anything is traced: its import adds to what JAX keys traced and compiled functions by, so
+# that a function whose first call imports it, to consider a fused kernel, would be compiled twice.
+import jax.experimental.pallas.tpu
 from jax.sharding import Mesh
 
 from cem_jax.config import Config

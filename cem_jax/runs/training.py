@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from cem_jax.config import Config
 from cem_jax.distributed import session
@@ -57,11 +57,11 @@ def train_in_processes(
     say = lambda line: print(f"cem: {line}", file=_stderr(), flush=True)
     # Heard while the processes meet, too: as process 1 of a container, nothing else would end it.
     with (
-        watched(Stop(config.checkpoint.grace_seconds, session.leave, say)) as stop,
+        watched(Stop(config.checkpoint.grace_seconds, _leave, say)) as stop,
         session.joined(cluster, config.train.stall_minutes),
     ):
         result = train(config, workdir, init_from=init_from, stop=stop)
-        return result if session.is_first() else None
+        return result if session.current().is_first else None
 
 
 def train(
@@ -89,7 +89,7 @@ def train(
     """
     stream = stream or _stderr()
     say = lambda line: print(f"cem: {line}", file=stream, flush=True)
-    own = lambda: watched(Stop(config.checkpoint.grace_seconds, session.leave, say))
+    own = lambda: watched(Stop(config.checkpoint.grace_seconds, _leave, say))
     with own() if stop is None else nullcontext(stop) as stop:
         config = with_absolute_paths(config)
         return _train(config, place(workdir), init_from, stream, say, stop, after_step)
@@ -102,19 +102,19 @@ def _train(config: Config, workdir: AnyPath, init_from, stream, say, stop, after
     present = present_config(workdir) or config
     fingerprint = setup.mixture.fingerprint
     with only_writer(workdir), Writer(workdir / "checkpoints", **_kept(config)) as checkpoints:
-        session.agree(
+        session.current().agree(
             lambda: agreed_facts(config, fingerprint, checkpoints.latest_step(), init_from)
         )
         state, position, origin = _start(setup, checkpoints, present, init_from, say)
         course = Course.of(position, config)
         resumed = setup.loader.resumed(course.start, course.window)
         setup = setup._replace(loader=resumed)
-        session.progress(f"step {course.start}, before the first one here")
+        session.current().progress(f"step {course.start}, before the first one here")
         tokenizer_model = setup.mixture.load_tokenizer().model_bytes
         if course.start >= course.total:
             require_steps_left(workdir, position, present, config)
             if not position.owes_validation:
-                if session.is_first() and present != config:  # the data has moved
+                if session.current().is_first and present != config:  # the data has moved
                     write_run_files(workdir, config, tokenizer_model)
                 print(
                     f"finished: {workdir} is at step {course.start} of {course.total}", file=stream
@@ -125,9 +125,9 @@ def _train(config: Config, workdir: AnyPath, init_from, stream, say, stop, after
             # before config.json too: a run without it has not begun
             if origin is not None:
                 metrics.write("event", position.step, event="initialised", **origin)
-            if session.is_first():
+            if session.current().is_first:
                 write_run_files(workdir, config, tokenizer_model)
-            session.await_file(workdir / "config.json")
+            session.current().await_file(workdir / "config.json")
             loop = Loop(setup, workdir, checkpoints, metrics, course, stop, stream)
             loop.announce()
             if course.start:
@@ -156,7 +156,7 @@ def _start(
     workdir = checkpoints.directory.parent
     if checkpoints.latest_step() is None:
         require_same_run(workdir, present, setup.config)
-        session.shared("what is lost", lambda: _require_new(checkpoints, present, init_from))
+        session.current().shared("what is lost", lambda: _require_new(checkpoints, present, init_from))
         if init_from is None:
             start = Position(0, tokens=0, initialised_from=None)
             return fresh_state(setup.config, setup.state), start, None
@@ -214,7 +214,7 @@ def _result(position: Position, checkpoints: Writer) -> dict[str, Any]:
 
 def _stderr():
     """Standard error; nowhere in the processes that report nothing."""
-    return sys.stderr if session.is_first() else _Nowhere()
+    return sys.stderr if session.current().is_first else _Nowhere()
 
 
 class _Nowhere(io.TextIOBase):
@@ -225,8 +225,13 @@ class _Nowhere(io.TextIOBase):
 
 
 def _metrics(workdir: AnyPath, config: Config, position: Position):
-    if not session.is_first():
+    if not session.current().is_first:
         return SilentMetrics()
     due = ("eval",) if position.owes_validation else ()
     board = config.log.tensorboard
     return MetricsWriter(workdir, tensorboard=board, resume_step=position.step, due=due)
+
+
+def _leave(code: int, line: str) -> NoReturn:
+    """Leave the session that this process is in by then."""
+    session.current().leave(code, line)

@@ -6,6 +6,7 @@ Shapes: B windows at a time · J targets a window.
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -57,8 +58,11 @@ class Evaluator:
         self._batch = -(-rows // ways) * ways
         windows = None if limit is None else limit * config.train.global_batch
         self._limit = None if windows is None else -(-windows // self._batch)
-        self._placement = None if mesh is None else batch_sharding(mesh)
-        self._rows = None if mesh is None else local_rows(self._placement, self._batch)
+        if mesh is None:
+            self._rows, self._place = None, jax.device_put
+        else:
+            self._rows = local_rows(batch_sharding(mesh), self._batch)
+            self._place = partial(global_arrays, sharding=batch_sharding(mesh))
         self._sources = self._usable(mixture)
         dtype = jnp.dtype(config.train.compute_dtype)
 
@@ -134,7 +138,7 @@ class Evaluator:
         """(nats, weight) of each batch, read a few batches late so that the device never waits."""
         running = deque()
         for batch in self._batches(source, None if whole else self._limit):
-            running.append(self._sums(parameters, global_arrays(batch, self._placement)))
+            running.append(self._sums(parameters, self._place(batch)))
             if len(running) > _AHEAD:
                 yield map(float, running.popleft())
         for sums in running:
