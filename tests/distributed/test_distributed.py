@@ -77,7 +77,7 @@ def test_two_local_processes_train_as_one_does(dataset, tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == 1 and json.loads(lines[0])["step"] == 3  # one process alone tells
-    assert done.stderr.count("step 3: validation") == 1 and "in 2 processes" in done.stderr
+    assert done.stderr.count("step 3: validation loss") == 1 and "in 2 processes" in done.stderr
     same_losses(tmp_path / "two", one_process(tmp_path / "one", dataset, **short))
 
 
@@ -148,7 +148,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(signalled, dataset, 
 @pytest.mark.slow
 def test_all_skip_a_step_that_is_not_finite_in_one_process_and_stop_together(dataset, tmp_path):
     workdir = tmp_path / "run"
-    program = (str(ROOT / "tests" / "parallel" / "poisoned.py"), "4,7,8,9,10,11,12")
+    program = (str(ROOT / "tests" / "distributed" / "poisoned.py"), "4,7,8,9,10,11,12")
     fields = LONG | dict(checkpoint__every=2, train__max_bad_steps=3)
     with Group(tmp_path, 2, flags(workdir, dataset, **fields), program=program) as group:
         assert group.wait() == [1, 1], group.output(0)
