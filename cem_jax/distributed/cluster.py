@@ -1,8 +1,10 @@
-"""Which processes a run consists of: told by flags and CEM_* variables, SLURM, Kubernetes or a TPU.
+"""Find the processes of a run: from flags and CEM_* variables, SLURM, Kubernetes or a TPU.
 
-Whatever says that there are several processes is believed: what is then missing or contradictory is
-an error, since one process of several that trains alone does so unnoticed. CEM_PROCESSES=1 says
-that this process is the whole run, wherever it is started.
+`jax.distributed.initialize` detects SLURM, Open MPI, Kubernetes and TPUs too. It is not used for
+that because it is silent where it matters: if it recognises nothing, or only half of a setting,
+each process of a job trains alone, on the same data, and nobody notices. Here whatever says that
+there are several processes is believed, and what is then missing or contradictory is an error that
+names the variable. CEM_PROCESSES=1 says that this process is the whole run, wherever it is started.
 """
 
 import importlib.util
@@ -38,7 +40,7 @@ def find_cluster(
     process: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Cluster | None:
-    """The processes of this run, None when this is the only one.
+    """Return this process's place among those of the run; None when it is the only one.
 
     Arguments win over CEM_COORDINATOR, CEM_PROCESSES and CEM_PROCESS, these over everything else.
 
@@ -58,7 +60,12 @@ def find_cluster(
     return None if found is None or found.processes == 1 else found
 
 
-def _explicit(coordinator, processes, process, environ) -> Cluster | None:
+def _explicit(
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    environ: Mapping[str, str],
+) -> Cluster | None:
     count = _number("CEM_PROCESSES", environ) if processes is None else processes
     index = _number("CEM_PROCESS", environ) if process is None else process
     address = coordinator or environ.get("CEM_COORDINATOR") or None
@@ -98,7 +105,7 @@ def _checked(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def _slurm(environ) -> Cluster | None:
+def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     job = _number("SLURM_JOB_ID", environ)
     if job is None:
         return None
@@ -131,7 +138,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", whole)
 
 
-def _slurm_devices(environ) -> tuple[int, ...] | None:
+def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     """This task's share of its node's GPUs, where it sees those of all tasks."""
     tasks = _tasks_here(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -150,7 +157,7 @@ def _slurm_devices(environ) -> tuple[int, ...] | None:
     return tuple(range(local * share, (local + 1) * share))
 
 
-def _tasks_here(environ) -> int:
+def _tasks_here(environ: Mapping[str, str]) -> int:
     """From SLURM_STEP_TASKS_PER_NODE, such as `4(x2),1`: four on each of two nodes, then one."""
     node = _number("SLURM_NODEID", environ) or 0
     counts: list[int] = []
@@ -160,7 +167,7 @@ def _tasks_here(environ) -> int:
     return counts[node] if node < len(counts) else 1
 
 
-def _tpu_variables(environ) -> Cluster | None:
+def _tpu_variables(environ: Mapping[str, str]) -> Cluster | None:
     """GKE gives TPU pods their hosts' names; several slices add MEGASCALE_*."""
     names = environ.get("TPU_WORKER_HOSTNAMES", "")
     hosts = [name for name in names.split(",") if name]
@@ -177,7 +184,7 @@ def _tpu_variables(environ) -> Cluster | None:
     return _tpu_cluster(hosts, worker, environ, "TPU_WORKER_HOSTNAMES")
 
 
-def _tpu_cluster(hosts, worker, values, source) -> Cluster:
+def _tpu_cluster(hosts: list[str], worker: int, values: Mapping[str, str], source: str) -> Cluster:
     slices = _number("MEGASCALE_NUM_SLICES", values) or 1
     slice_index = _number("MEGASCALE_SLICE_ID", values) or 0
     first = values.get("MEGASCALE_COORDINATOR_ADDRESS", "").partition(":")[0]
@@ -188,7 +195,7 @@ def _tpu_cluster(hosts, worker, values, source) -> Cluster:
     return _checked(Cluster(address, slices * len(hosts), index, source))
 
 
-def _kubernetes(environ) -> Cluster | None:
+def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
     """An indexed job's pods are numbered but not counted: that must be said."""
     index = _number("JOB_COMPLETION_INDEX", environ)
     if index is None:
@@ -200,7 +207,7 @@ def _kubernetes(environ) -> Cluster | None:
     )
 
 
-def _mpi(environ) -> Cluster | None:
+def _mpi(environ: Mapping[str, str]) -> Cluster | None:
     count = _number("OMPI_COMM_WORLD_SIZE", environ) or 1
     if count == 1:
         return None
@@ -210,7 +217,7 @@ def _mpi(environ) -> Cluster | None:
     )
 
 
-def _tpu_metadata(environ) -> Cluster | None:
+def _tpu_metadata(environ: Mapping[str, str]) -> Cluster | None:
     """The workers of a Cloud TPU VM, from its metadata server."""
     if environ.get("TPU_SKIP_MDS_QUERY") or not _may_use_tpu(environ):
         return None
@@ -225,14 +232,14 @@ def _tpu_metadata(environ) -> Cluster | None:
     return _tpu_cluster(hosts, int(worker), values, "TPU metadata")
 
 
-def _may_use_tpu(environ) -> bool:
+def _may_use_tpu(environ: Mapping[str, str]) -> bool:
     platforms = environ.get("JAX_PLATFORMS", "")
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     wanted = not platforms or "tpu" in platforms.split(",")
     return chips and wanted and importlib.util.find_spec("libtpu") is not None
 
 
-def _metadata(name: str, environ) -> str | None:
+def _metadata(name: str, environ: Mapping[str, str]) -> str | None:
     """An attribute of this virtual machine, None where it has none of that name."""
     host = environ.get("GCE_METADATA_IP", "metadata.google.internal")
     request = urllib.request.Request(
@@ -255,7 +262,7 @@ def _metadata(name: str, environ) -> str | None:
     )
 
 
-def _number(name: str, environ) -> int | None:
+def _number(name: str, environ: Mapping[str, str]) -> int | None:
     text = environ.get(name, "")
     if not text:
         return None

@@ -1,7 +1,7 @@
 """Products with weights stored as rows, `weight_FD`: into its F coordinates and back out of them.
 
-A tied layer uses one weight both ways, so the pair is one subject. Nothing is flattened: batch and
-sequence axes stay apart, which lets either be sharded.
+A tied layer uses one weight both ways, so both products are here. Nothing is flattened: batch and
+sequence axes stay apart, so that either can be sharded.
 
 Shapes: N any leading axes · D model · F features of the projection.
 """
@@ -9,18 +9,19 @@ Shapes: N any leading axes · D model · F features of the projection.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from cem_jax.sharding.layout import whole_rows
 
 
 def project(x: Float[Array, "*N D"], weight: Float[Array, "F D"]) -> Float[Array, "*N F"]:
-    """y_f = Σ_d weight_fd x_d, in the dtype of `x`."""
+    """Compute y_f = Σ_d weight_fd x_d, in the dtype of `x`."""
     return _project(x, whole_rows(weight.astype(x.dtype)))
 
 
 def readout(y: Float[Array, "*N F"], weight: Float[Array, "F D"]) -> Float[Array, "*N D"]:
-    """x_d = Σ_f weight_fd y_f, the transpose of `project`, in the dtype of `y`."""
+    """Compute x_d = Σ_f weight_fd y_f, the transpose of `project`, in the dtype of `y`."""
     return _readout(y, whole_rows(weight.astype(y.dtype)))
 
 
@@ -33,12 +34,12 @@ def _out_of(y, weight):
 
 
 def weight_gradient(
-    x: Float[Array, "*N D"], y: Float[Array, "*N F"], dtype=None
+    x: Float[Array, "*N D"], y: Float[Array, "*N F"], dtype: DTypeLike | None = None
 ) -> Float[Array, "F D"]:
-    """Σ_n y_nf x_nd: the gradient of a weight between x and y. In `dtype`, that of `x` if None.
+    """Compute Σ_n y_nf x_nd, the gradient of a weight between x and y, in `dtype` (default: x's).
 
-    Left to XLA on CPU, the wide operand, y, is copied in the other order, together with a second
-    run of what it was made by: half of an MLP's time. So the narrow one is, and the small result.
+    XLA on CPU would transpose y, the wide operand, and compute it a second time to do so, which
+    takes half of an MLP's time. Here x and the small result are transposed instead.
     """
     leading = tuple(range(x.ndim - 1))
     product = lambda a, b: lax.dot_general(

@@ -16,10 +16,10 @@ from cem_jax.sharding.layout import spec_for
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of all `devices` (default: all there are), in an order that suits their links.
+    """Make the mesh of all `devices` (default: all there are), ordered to suit their links.
 
-    Slices of TPUs exchange by the data-center network, which is slow: the data axis crosses it, or
-    fsdp where data cannot, and no other.
+    Slices of TPUs exchange over the data-center network, which is slow: of the axes, only
+    `BETWEEN_SLICES` may cross it, the first of them that can.
 
     Args:
       sizes: devices along each of MESH_AXES; an axis left out has size 1, and one may be -1:
@@ -39,7 +39,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
 
 
 def slice_of(device: jax.Device) -> int:
-    """The slice of TPUs that a device belongs to; 0 where there are none."""
+    """Return the slice of TPUs that a device belongs to; 0 where there are none."""
     return getattr(device, "slice_index", 0)
 
 
@@ -77,7 +77,7 @@ def usual_meshes(count: int, given: Mapping[str, int]) -> Iterator[dict[str, int
 
 
 def in_mesh(mesh: Mesh, function: Callable) -> Callable:
-    """`function`, called with `mesh` in use: what it traces may ask which axes there are."""
+    """Wrap `function` to run with `mesh` in use, so that what it traces may ask for the axes."""
 
     @wraps(function)
     def call(*args):
@@ -88,7 +88,7 @@ def in_mesh(mesh: Mesh, function: Callable) -> Callable:
 
 
 def shardings(mesh: Mesh, axes_tree: Any) -> Any:
-    """A tree of NamedSharding for a tree whose leaves are tuples of logical names."""
+    """Return a tree of NamedSharding for a tree whose leaves are tuples of logical names."""
     return jax.tree.map(
         lambda axes: NamedSharding(mesh, spec_for(axes)), axes_tree, is_leaf=_is_axes
     )
@@ -99,7 +99,7 @@ def _is_axes(node: Any) -> bool:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A full copy on every device."""
+    """Return the sharding of a full copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -109,12 +109,15 @@ def batch_ways(mesh: Mesh | AbstractMesh) -> int:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of token windows [B, J+1]: rows are split. J+1 is not J, so positions are split later."""
+    """Return the sharding of token windows [B, J+1]: rows only.
+
+    Positions are split inside the step, where there are J of them.
+    """
     return NamedSharding(mesh, spec_for(("batch",)))
 
 
 def optimizer_shardings(mesh: Mesh, opt_state: Any, params: Any, param_shardings: Any) -> Any:
-    """Shardings of an optimizer's state, from those of the parameters.
+    """Derive the shardings of an optimizer's state from those of the parameters.
 
     Optimizers keep copies of the parameter tree (moments, accumulated gradients), whole or with
     holes. A leaf whose path ends in a parameter's path and that has its shape lies as that
