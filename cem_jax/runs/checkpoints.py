@@ -207,7 +207,9 @@ class Reader:
         """
         while True:
             # All processes read what the first one has found to be undamaged.
-            chosen = session.current().shared("the checkpoint", lambda: self._newest_undamaged(step))
+            chosen = session.current().shared(
+                "the checkpoint", lambda: self._newest_undamaged(step)
+            )
             if chosen not in self._found:
                 self._list()
             path = self._found[chosen].path

@@ -156,7 +156,9 @@ def _start(
     workdir = checkpoints.directory.parent
     if checkpoints.latest_step() is None:
         require_same_run(workdir, present, setup.config)
-        session.current().shared("what is lost", lambda: _require_new(checkpoints, present, init_from))
+        session.current().shared(
+            "what is lost", lambda: _require_new(checkpoints, present, init_from)
+        )
         if init_from is None:
             start = Position(0, tokens=0, initialised_from=None)
             return fresh_state(setup.config, setup.state), start, None
