@@ -23,10 +23,10 @@ def main() -> int:
     trained, placed = loop.Loop.run, loop.place_batch
     step = iter(())
 
-    def run(self, state, start, owes_validation):
+    def run(self, state, position, after_step):
         nonlocal step
-        step = iter(range(start, self.total))
-        return trained(self, state, start, owes_validation)
+        step = iter(range(position.step, self.course.total))
+        return trained(self, state, position, after_step)
 
     def place(batch, mesh):
         count = len(batch["tokens"])
