@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from cem_jax.config import load_config
-from cem_jax.kernels import dense, gpu
-from cem_jax.kernels.call import Inputs, Plan
+from cem_jax.kernels import Call, Options, Outputs, Scores, dense
+from cem_jax.kernels.gpu.attention import IMPLEMENTATION as gpu
 from cem_jax.train.flops import mfu, training_flops_per_token
 from cem_jax.train.step import initial_state, make_train_step
 
@@ -55,27 +55,26 @@ def out_of_time() -> bool:
     return not TINY and time.perf_counter() - began > 60 * minutes()
 
 
-def draw(batch: int, positions: int, dim: int, heads: int, dtype) -> tuple[Inputs, tuple]:
-    """(inputs with a shared diagonal and both biases, (dlse, do, da))."""
+def draw(batch: int, positions: int, dim: int, heads: int, dtype) -> tuple[Call, Outputs]:
+    """(a call with a shared diagonal and both biases, gradients of its outputs)."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
     normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32)
     wide, flat = (batch, positions, heads, dim // heads), (batch, positions, dim)
     q, k, g, h = (normal(*shape).astype(dtype) for shape in (wide, wide, flat, flat))
     slopes = 2.0 ** -jnp.arange(1.0, heads + 1)
-    inputs = Inputs(q, k, None, 0.1 * g, h, slopes, jnp.zeros(heads), None)
-    return inputs, (normal(batch, heads, positions), normal(*wide), normal(*flat))
+    call = Call(q=q, k=k, g=0.1 * g, h=h, scores=Scores(slopes, jnp.zeros(heads)))
+    return call, Outputs(normal(batch, heads, positions), normal(*wide), normal(*flat))
 
 
-def both_passes(how: str, plan: Plan):
-    """inputs, cotangents → (outputs, gradients). `how`: fused | unfused."""
+def both_passes(how: str, options: Options):
+    """call, cotangents → (outputs, gradients). `how`: fused | unfused."""
 
-    def fused(inputs, bar):
-        outputs = gpu.forward(inputs, plan)
-        return outputs, gpu.backward(inputs, plan, *outputs, bar)
+    def fused(call, bar):
+        outputs = gpu.forward(call, options)
+        return outputs, gpu.backward(call, options, outputs, bar)
 
-    def unfused(inputs, bar):
-        attend = lambda t: dense.attend(t, plan.tau, plan.context)
-        outputs, pull_back = jax.vjp(attend, inputs)
+    def unfused(call, bar):
+        outputs, pull_back = jax.vjp(lambda t: dense.attend(t, options), call)
         return outputs, pull_back(bar)[0]
 
     return {"fused": fused, "unfused": unfused}[how]
@@ -86,13 +85,13 @@ def check() -> bool:
     table("check: relative errors", "case", "dtype", "worst", "error", "allowed", "right")
     right = True
     positions = 40 if TINY else 300
-    for context, dim in (("none", 168), ("summed", 112)):
-        plan = Plan(6.0, context, interpret=TINY or None)
+    for average, dim in (("none", 168), ("summed", 112)):
+        options = Options(6.0, average, "pallas", interpret=TINY or None)
         low, bar = draw(2, positions, dim, 2, jnp.bfloat16)
-        if context == "none":
-            bar = (*bar[:2], None)
+        if average == "none":
+            bar = bar._replace(a=None)
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), low)
-        run = lambda how, x, plan=plan, bar=bar: jax.jit(both_passes(how, plan))(x, bar)
+        run = lambda how, x, o=options, bar=bar: jax.jit(both_passes(how, o))(x, bar)
         with jax.default_matmul_precision("highest"):
             exact = run("unfused", wide)
         own = errors(run("unfused", low), exact)
@@ -104,7 +103,7 @@ def check() -> bool:
             worst = max(found, key=lambda name: found[name] / allowed[name])
             fine = found[worst] <= allowed[worst]
             right &= fine
-            row(context, dtype, worst, f"{found[worst]:.1e}", f"{allowed[worst]:.1e}", fine)
+            row(average, dtype, worst, f"{found[worst]:.1e}", f"{allowed[worst]:.1e}", fine)
     return right
 
 
@@ -125,19 +124,19 @@ def attention() -> bool:
     head = ("size", "attention", "forward, µs", "both passes, µs", "TFLOP/s, both")
     table("attention, bfloat16", *head)
     for size, (dim, heads) in SIZES.items():
-        plan = Plan((dim // heads) ** 0.5, interpret=TINY or None)
-        inputs, bar = draw(BATCH, POSITIONS, dim, heads, jnp.bfloat16)
-        bar = (*bar[:2], None)
+        options = Options((dim // heads) ** 0.5, implementation="pallas", interpret=TINY or None)
+        call, bar = draw(BATCH, POSITIONS, dim, heads, jnp.bfloat16)
+        bar = bar._replace(a=None)
         pairs = BATCH * POSITIONS * (POSITIONS + 1) / 2
         forwards = {
-            "fused": lambda t, plan=plan: gpu.forward(t, plan),
-            "unfused": lambda t, plan=plan: dense.attend(t, plan.tau, "none"),
+            "fused": lambda t, options=options: gpu.forward(t, options),
+            "unfused": lambda t, options=options: dense.attend(t, options),
         }
         for name, forward in forwards.items():
-            both = both_passes(name, plan)
+            both = both_passes(name, options)
             # FLOPs of a pair, times D: 6 and 16 with a diagonal that the heads share
-            report(size, name, (forward, inputs), (both, inputs, bar), 22 * dim * pairs)
-        q, k, do = inputs.q, inputs.k, bar[1].astype(jnp.bfloat16)
+            report(size, name, (forward, call), (both, call, bar), 22 * dim * pairs)
+        q, k, do = call.q, call.k, bar.o.astype(jnp.bfloat16)
         plain = (cudnn, q, k), (cudnn_both, q, k, do)
         report(size, "cuDNN, no diagonal", *plain, 14 * dim * pairs)
     return True

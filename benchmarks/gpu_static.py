@@ -73,8 +73,8 @@ def kernels(sizes) -> bool:
     import jax
     import jax.numpy as jnp
 
-    from cem_jax.kernels import dense, gpu
-    from cem_jax.kernels.call import Inputs, Plan
+    from cem_jax.kernels import Call, Options, Outputs, Scores, dense
+    from cem_jax.kernels.gpu.attention import IMPLEMENTATION as gpu
 
     [device] = topology()
     sharding = jax.sharding.SingleDeviceSharding(device)
@@ -84,33 +84,32 @@ def kernels(sizes) -> bool:
     )
     low, full = jnp.bfloat16, jnp.float32
     fits = True
-    for size, context in ((s, c) for s in sizes for c in ("none", "summed")):
+    for size, average in ((s, c) for s in sizes for c in ("none", "summed")):
         dim, heads = SIZES[size]
         shared, bias = array((BATCH, POSITIONS, dim), low), array((heads,), full)
         wide = array((BATCH, POSITIONS, heads, dim // heads), low)
-        inputs = Inputs(wide, wide, None, shared, shared, bias, bias, None)
+        call = Call(q=wide, k=wide, g=shared, h=shared, scores=Scores(bias, bias))
         do, dlse = array(wide.shape, full), array((BATCH, heads, POSITIONS), full)
-        bar = (dlse, do, None if context == "none" else array(shared.shape, full))
-        plan = Plan(float(dim // heads) ** 0.5, context)
+        bar = Outputs(dlse, do, None if average == "none" else array(shared.shape, full))
+        options = Options(float(dim // heads) ** 0.5, average)
 
-        def fused(inputs, bar, plan=plan):
-            outputs = gpu.forward(inputs, plan)
-            return outputs, gpu.backward(inputs, plan, *outputs, bar)
+        def fused(call, bar, options=options):
+            outputs = gpu.forward(call, options)
+            return outputs, gpu.backward(call, options, outputs, bar)
 
-        def unfused(inputs, bar, plan=plan):
-            attend = lambda t: dense.attend(t, plan.tau, plan.context)
-            outputs, pull_back = jax.vjp(attend, inputs)
+        def unfused(call, bar, options=options):
+            outputs, pull_back = jax.vjp(lambda t: dense.attend(t, options), call)
             return outputs, pull_back(bar)
 
         memory = {}
         for name, function in (("unfused", unfused), ("fused", fused)):
             clear_dump()
             with jax.sharding.use_abstract_mesh(mesh):
-                traced = jax.jit(function).trace(inputs, bar)
+                traced = jax.jit(function).trace(call, bar)
                 compiled = traced.lower(lowering_platforms=("cuda",)).compile()
             memory[name] = compiled.memory_analysis().temp_size_in_bytes / 2**20
         print(
-            f"\n**{size}, {'exact gradient' if context == 'summed' else 'Algorithm 1'}**: "
+            f"\n**{size}, {'exact gradient' if average == 'summed' else 'Algorithm 1'}**: "
             f"temporaries of forward and backward {memory['fused']:,.0f} MiB, "
             f"unfused {memory['unfused']:,.0f} MiB (jax {jax.__version__})\n"
         )

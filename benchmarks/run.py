@@ -21,7 +21,7 @@ import plain_llama
 from timing import Stepper, interleaved
 
 from cem_jax.config import Config, load_config
-from cem_jax.kernels import total_log_partition
+from cem_jax.kernels import Call, Options, total_log_partition
 from cem_jax.train.flops import flops_per_token
 from cem_jax.train.step import initial_state, make_train_step
 
@@ -175,7 +175,8 @@ def memory() -> None:
         for kernel in ("blockwise", "dense"):
 
             def layer(q, k, kernel=kernel):
-                energy = lambda q: total_log_partition(q, k, tau=8.0, implementation=kernel).sum()
+                options = Options(8.0, implementation=kernel)
+                energy = lambda q: total_log_partition(Call(q, k), options).sum()
                 return jnp.sum(jnp.square(jax.grad(energy)(q)))
 
             compiled = jax.jit(jax.grad(layer, argnums=(0, 1))).lower(q, k).compile()

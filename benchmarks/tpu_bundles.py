@@ -20,17 +20,16 @@ BRANCH = re.compile(r"sbr\.rel \([^)]*\) target = \$region(\d+)")
 TARGET = re.compile(r"Start/End empty region (\d+)")
 
 
-def dumped(module) -> list[str]:
+def dumped(kernel) -> list[str]:
     """Lines of a kernel's final bundles."""
-    name = module.__name__.rsplit(".", 1)[-1]
-    files = Path(os.environ["CEM_DUMP"]).glob(f"*{name}*-final_bundles.txt")
+    files = Path(os.environ["CEM_DUMP"]).glob(f"*{kernel.name}*-final_bundles.txt")
     found = [x for x in files if "schedule-analysis" not in x.name]
     return max(found, key=lambda x: x.stat().st_size).read_text(errors="ignore").splitlines()
 
 
-def bytes_moved(text: list[str], module, sizes, kind: str) -> int:
+def bytes_moved(text: list[str], kernel, sizes, kind: str) -> int:
     """A block that no DMA has the size of is not in HBM: XLA keeps small arrays on the chip."""
-    from cem_jax.kernels.tpu.plan import padded_bytes
+    from cem_jax.kernels.tpu.layout import padded_bytes
 
     granule = GRANULES.get(kind, 32)
     found = {int(granules) * granule for line in text for granules in DMA.findall(line)}
@@ -38,7 +37,7 @@ def bytes_moved(text: list[str], module, sizes, kind: str) -> int:
     seen = whole + on_diagonal
     times = dict(queries=sizes.query_blocks, all=1, keys=seen * sizes.sweeps, hbm=whole + seen)
     times["sequence"] = times["queries"]
-    operands = [module.operand(name, sizes) for names in module.arrays(sizes) for name in names]
+    operands = [kernel.operand(name, sizes) for names in kernel.arrays(sizes) for name in names]
     blocks = [(x.part, padded_bytes(x.block(sizes), x.dtype)) for x in operands]
     return sum(size * times[part] for part, size in blocks if size in found)
 

@@ -93,8 +93,8 @@ def measure(topology: str, size: str, what: str, options) -> dict:
     from tpu_bundles import bytes_moved, cycles_of, dumped
 
     from cem_jax.aot.topology import open_topology
-    from cem_jax.kernels import tpu
-    from cem_jax.kernels.call import Plan
+    from cem_jax.kernels import Options, Outputs
+    from cem_jax.kernels.tpu import attention as tpu
 
     device = open_topology(topology).devices[0]
     kind = jax.sharding.AbstractDevice(
@@ -104,20 +104,22 @@ def measure(topology: str, size: str, what: str, options) -> dict:
         tpu.FORWARD, tpu.BACKWARD = tpu.FORWARD[-1:], tpu.BACKWARD[-1:]
     blocks = options.blocks and tuple(map(int, options.blocks.split(",")))
     dim, heads = SIZES[size]
-    plan = Plan((dim / heads) ** 0.5, "summed" if options.exact else "none", blocks)
+    average = "summed" if options.exact else "none"
+    how = Options((dim / heads) ** 0.5, average, block_sizes=blocks or None)
     flat, bar, lse = shapes(dim, heads, options, jax.sharding.SingleDeviceSharding(device))
-    function = Program(heads, plan)
-    arguments = dict(forward=(flat,), backward=(flat, lse, bar[1], bar)).get(what, (flat, bar))
+    function = Program(heads, how)
+    outputs = Outputs(lse, bar[1], None)
+    arguments = dict(forward=(flat,), backward=(flat, outputs, bar)).get(what, (flat, bar))
     began = time.perf_counter()
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=kind)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(getattr(function, what)).trace(*arguments)
         done = traced.lower(lowering_platforms=("tpu",)).compile()
         moved, cycles, names = 0, 0.0, []
-        for module, sizes, together in function.kernels(what, flat):
-            text = dumped(module)
-            moved += options.batch * bytes_moved(text, module, sizes, kind.device_kind)
-            cycles += cycles_of(text, sizes, together)
+        for kernel, sizes in function.kernels(what, flat):
+            text = dumped(kernel)
+            moved += options.batch * bytes_moved(text, kernel, sizes, kind.device_kind)
+            cycles += cycles_of(text, sizes, kernel.heads_together)
             names.append(f"{'s' if sizes.streamed else 'r'} {sizes.queries}×{sizes.keys}")
     return dict(
         device=device.device_kind,
@@ -146,6 +148,8 @@ def shapes(dim: int, heads: int, options, sharding):
     """
     import jax
 
+    from cem_jax.kernels import Outputs
+
     batch, positions = options.batch, options.positions
     shape = lambda *size, dtype="bfloat16": jax.ShapeDtypeStruct(size, dtype, sharding=sharding)
     wide = shape(batch, dim, positions)
@@ -153,80 +157,79 @@ def shapes(dim: int, heads: int, options, sharding):
     scalars = shape(heads, dtype="float32")
     lse = shape(batch, heads, positions, dtype="float32")
     flat = dict(q=wide, k=wide, g=wide, h=wide, slopes=scalars, self_bias=scalars)
-    return flat, (lse, f32, f32 if options.exact else None), lse
+    return flat, Outputs(lse, f32, f32 if options.exact else None), lse
 
 
 class Program:
     """The programs that are compiled, of arrays with positions last."""
 
-    def __init__(self, heads: int, plan):
-        self.heads, self.plan = heads, plan
+    def __init__(self, heads: int, options):
+        self.heads, self.options = heads, options
 
     def forward(self, flat):
-        from cem_jax.kernels import tpu
+        return self._forward(self._tpu(), flat)
 
-        return self._forward(tpu, flat)
-
-    def backward(self, flat, lse, o, bar):
-        from cem_jax.kernels import tpu
-
-        return self._backward(tpu, flat, lse, o, bar)
+    def backward(self, flat, outputs, bar):
+        return self._backward(self._tpu(), flat, outputs, bar)
 
     def both(self, flat, bar):
-        from cem_jax.kernels import tpu
-
-        return self._both(tpu, flat, bar)
+        return self._both(self._tpu(), flat, bar)
 
     def blockwise(self, flat, bar):
         from cem_jax.kernels import blockwise
 
-        return self._both(blockwise, flat, bar)
+        return self._both(blockwise.IMPLEMENTATION, flat, bar)
 
     def unfused(self, flat, bar):
         import jax
 
         from cem_jax.kernels import dense
 
-        attend = lambda t: dense.attend(t, self.plan.tau, self.plan.context)
-        pull_back = jax.vjp(attend, self._inputs(flat))[1]
-        return self._flattened(pull_back(self._cotangents(bar))[0])
+        attend = lambda call: dense.attend(call, self.options)
+        pull_back = jax.vjp(attend, self._call(flat))[1]
+        return self._flattened(pull_back(self._by_heads(bar))[0])
 
     def kernels(self, what: str, flat):
-        """(module, sizes, heads at a time) of each kernel in the program."""
+        """(kernel, sizes) of each kernel in the program."""
         import jax
 
-        from cem_jax.kernels import tpu
-        from cem_jax.kernels.tpu import backward, forward
-        from cem_jax.kernels.tpu.call import fitted
+        from cem_jax.kernels.tpu import attention as tpu
 
-        inputs = jax.eval_shape(self._inputs, flat)
-        if what in ("forward", "both"):
-            yield *fitted(tpu.FORWARD, inputs, self.plan), forward.HEADS_TOGETHER
-        if what in ("backward", "both"):
-            yield *fitted(tpu.BACKWARD, inputs, self.plan), backward.HEADS_TOGETHER
+        call = jax.eval_shape(self._call, flat)
+        for name, kernels in (("forward", tpu.FORWARD), ("backward", tpu.BACKWARD)):
+            if what in (name, "both"):
+                yield tpu.fitted(kernels, call, self.options)
 
-    def _both(self, module, flat, bar):
-        lse, o, _ = self._forward(module, flat)
-        return self._backward(module, flat, lse, o, bar)
+    def _tpu(self):
+        from cem_jax.kernels.tpu.attention import IMPLEMENTATION
 
-    def _forward(self, module, flat):
-        lse, o, a = module.forward(self._inputs(flat), self.plan)
+        return IMPLEMENTATION
+
+    def _both(self, implementation, flat, bar):
+        outputs = self._forward(implementation, flat)
+        return self._backward(implementation, flat, outputs, bar)
+
+    def _forward(self, implementation, flat):
+        lse, o, a = implementation.forward(self._call(flat), self.options)
         return lse, _last(o), None if a is None else _last(a)
 
-    def _backward(self, module, flat, lse, o, bar):
-        inputs, o_BJKR, bar = self._inputs(flat), self._by_head(o), self._cotangents(bar)
-        return self._flattened(module.backward(inputs, self.plan, lse, o_BJKR, None, bar))
+    def _backward(self, implementation, flat, outputs, bar):
+        outputs, bar = self._by_heads(outputs)._replace(a=None), self._by_heads(bar)
+        gradients = implementation.backward(self._call(flat), self.options, outputs, bar)
+        return self._flattened(gradients)
 
-    def _inputs(self, flat: dict):
-        from cem_jax.kernels.call import Inputs
+    def _call(self, flat: dict):
+        from cem_jax.kernels import Call, Scores
 
-        split = {n: self._by_head(flat[n]) for n in ("q", "k")}
-        shared = {n: _first(flat[n]) for n in ("g", "h")}
-        return Inputs(**{**dict.fromkeys(Inputs._fields), **flat, **split, **shared})
+        q, k = (self._by_head(flat[name]) for name in ("q", "k"))
+        g, h = (_first(flat[name]) for name in ("g", "h"))
+        return Call(q=q, k=k, g=g, h=h, scores=Scores(flat["slopes"], flat["self_bias"]))
 
-    def _cotangents(self, bar):
-        dlse, do, da = bar
-        return dlse, self._by_head(do), None if da is None else _first(da)
+    def _by_heads(self, outputs):
+        from cem_jax.kernels import Outputs
+
+        lse, o, a = outputs
+        return Outputs(lse, self._by_head(o), None if a is None else _first(a))
 
     def _by_head(self, x):
         x = _first(x)

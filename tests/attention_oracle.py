@@ -1,10 +1,37 @@
 """Attention in loops: one query, one head and one key at a time, in NumPy and float64.
 
+And the kernels' functions with their records made of keyword arguments.
+
 Shapes: B leading axes · J positions (i query, j key) · K heads · R head dim · D model dim.
 """
 
 import jax
 import numpy as np
+
+from cem_jax import kernels
+from cem_jax.kernels import Call, Options, Scores
+
+
+def call_of(**arrays) -> Call:
+    """The record of these arrays, those of the scores by name too."""
+    scores = Scores(**{n: arrays.pop(n) for n in Scores._fields if n in arrays})
+    return Call(**arrays, scores=scores)
+
+
+def attend(
+    *, implementation="auto", tau, average="none", block_sizes=None, interpret=None, **arrays
+):
+    """`kernels.attend` of keyword arguments."""
+    options = Options(tau, average, implementation, block_sizes, interpret)
+    return kernels.attend(call_of(**arrays), options)
+
+
+def total_log_partition(*, implementation="auto", tau, block_sizes=None, interpret=None, **arrays):
+    """`kernels.total_log_partition` of keyword arguments."""
+    options = Options(
+        tau, implementation=implementation, block_sizes=block_sizes, interpret=interpret
+    )
+    return kernels.total_log_partition(call_of(**arrays), options)
 
 
 def compiled_quickly(function, *arguments):

@@ -20,6 +20,7 @@ since W^Qᵀ rot(i)ᵀ Σ_j α rot(j) k_j = −∇_u ε.
 Shapes: B leading axes · J positions (i query, j key) · D model dim · K heads · R head dim.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -29,26 +30,42 @@ from jaxtyping import Array, Float, Int
 from cem_jax.energy.arrays import same_dtype
 from cem_jax.energy.position import Rotary, rotate
 from cem_jax.energy.preconditioner import Preconditioner, precondition
-from cem_jax.kernels import attend, attend_cached, total_log_partition
+from cem_jax.kernels import Call, Options, Scores, attend, attend_cached, total_log_partition
+from cem_jax.kernels.call import BIASES
 from cem_jax.sharding.linear import project, readout
 
 
-class Context(NamedTuple):
-    """What ε's scores take from h and from positions; fixed over the steps."""
+class Keys(NamedTuple):
+    """What the queries meet: all that ε takes from h and from positions, held over the steps."""
 
     k: Float[Array, "*B J K R"]  # turned, where positions are rotary
     h: Float[Array, "*B J D"] | None  # None: the interaction has no diagonal
-    slopes: Float[Array, " K"] | None = None
-    self_bias: Float[Array, " K"] | None = None
-    rotary: Rotary | None = None
-    segments: Int[Array, "*B J"] | None = None
-    start: Int[Array, ""] | None = None  # decoding: k and h are caches, the first query is here
+    scores: Scores = Scores()
+    rotary: Rotary | None = None  # of the queries
+    start: Int[Array, ""] | int | None = None  # decoding: k, h are caches, the first query is here
+
+
+class Queries(NamedTuple):
+    """Query coordinates: what of u enters the scores; or the gradient with respect to them."""
+
+    q: Float[Array, "*B J K R"]  # W^Q_k u
+    g: Float[Array, "*B J D"] | Float[Array, "*B J K D"] | None = None  # d ∘ u
+
+
+class Weights(NamedTuple):
+    """What u is multiplied by on its way into the scores, and the force on its way out."""
+
+    query: Float[Array, "K R D"]  # W^Q
+    folded: Float[Array, "K R D"]  # W^Q_k P_k
+    diagonal: Float[Array, "*K D"] | None = None  # d
+    # P, for the diagonal's own gradient: in factors, or written out
+    preconditioner: Preconditioner | Float[Array, "K D D"] | None = None
 
 
 def heads_apart(
     x: Float[Array, "*B J D"], weight: Float[Array, "K R D"]
 ) -> Float[Array, "*B J K R"]:
-    """W_k x for every head k."""
+    """Return W_k x for every head k."""
     heads, width, model_dim = weight.shape
     flat = project(x, weight.reshape(heads * width, model_dim))
     return flat.reshape(*x.shape[:-1], heads, width)
@@ -57,154 +74,158 @@ def heads_apart(
 def heads_together(
     o: Float[Array, "*B J K R"], weight: Float[Array, "K R D"]
 ) -> Float[Array, "*B J D"]:
-    """Σ_k W_kᵀ o_k."""
+    """Return Σ_k W_kᵀ o_k."""
     heads, width, model_dim = weight.shape
     return readout(
         o.reshape(*o.shape[:-2], heads * width), weight.reshape(heads * width, model_dim)
     )
 
 
-def energy_of_query(q, g, context: Context, *, tau: float, **kernel) -> Float[Array, "*B J"]:
-    """ε in query coordinates: q [*B J K R], g [*B J D], [*B J K D] or None."""
-    lse_BJ = total_log_partition(
-        rotate(q, context.rotary),
-        context.k,
-        g,
-        context.h,
-        tau=tau,
-        slopes=context.slopes,
-        self_bias=context.self_bias,
-        segments=context.segments,
-        **kernel,
-    )
-    return (-tau * lse_BJ).astype(lse_BJ.dtype)
+def diagonal_coordinates(
+    u: Float[Array, "*B J D"], diagonal: Float[Array, "*K D"]
+) -> Float[Array, "*B J D"] | Float[Array, "*B J K D"]:
+    """Return g = d ∘ u: [*B J D] for one d, [*B J K D] for one per head."""
+    if diagonal.ndim == 2:
+        u = u[..., None, :]
+    return u * jnp.expand_dims(diagonal.astype(u.dtype), range(u.ndim - diagonal.ndim))
 
 
-def attention_statistics(q, g, context: Context, *, tau: float, **kernel) -> tuple[Array, Array]:
-    """Means over heads and positions of α's entropy, in nats, and of α_ii: two scalars.
+def queries_of(u: Float[Array, "*B J D"], weights: Weights) -> Queries:
+    """Return the query coordinates of u."""
+    d = weights.diagonal
+    g = None if d is None else diagonal_coordinates(u, d)
+    return Queries(heads_apart(u, weights.query), g)
+
+
+def keys_of(
+    h: Float[Array, "*B J D"],
+    key: Float[Array, "K R D"],
+    *,
+    diagonal: bool,
+    scores: Scores = Scores(),  # noqa: B008 - immutable
+    rotary: Rotary | None = None,
+) -> Keys:
+    """Return the keys and what else of h enters ε; `diagonal`: whether h itself does."""
+    return Keys(rotate(heads_apart(h, key), rotary), h if diagonal else None, scores, rotary)
+
+
+def folded_weights(
+    query: Float[Array, "K R D"], diagonal: Float[Array, "*K D"] | None, p: Preconditioner | None
+) -> Weights:
+    """Return a layer's weights with P folded in: [D], or [K, D], leads the factors of `p`."""
+    return Weights(query, precondition(query, p), diagonal, p)
+
+
+def _call(queries: Queries, keys: Keys) -> Call:
+    q = rotate(queries.q, keys.rotary)
+    return Call(q=q, k=keys.k, g=queries.g, h=keys.h, scores=keys.scores)
+
+
+def energy_of_query(queries: Queries, keys: Keys, options: Options) -> Float[Array, "*B J"]:
+    """Return ε in query coordinates."""
+    lse_BJ = total_log_partition(_call(queries, keys), options)
+    return (-options.tau * lse_BJ).astype(lse_BJ.dtype)
+
+
+def attention_statistics(
+    queries: Queries, keys: Keys, options: Options
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Return the means over heads and positions of α's entropy, in nats, and of α_ii.
 
     Both are derivatives of the log-partition function, so that no α is written out: with all
     scores times b, −Σ_j α_ij ln α_ij = lse_i − ∂lse_i/∂b at b = 1; and α_ii = ∂lse_i/∂β.
     """
-    heads = context.k.shape[-2]
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
-    times = lambda b, x: None if x is None else b.astype(x.dtype) * x
-    own_K = jnp.zeros(heads, dtype) if context.self_bias is None else context.self_bias
+    heads = keys.k.shape[-2]
+    dtype = jnp.promote_types(queries.q.dtype, jnp.float32)
+    call = _call(queries, keys)
+    scores = call.scores
+    if scores.self_bias is None:
+        scores = scores._replace(self_bias=jnp.zeros(heads, dtype))
+    biases = {n: jnp.asarray(x) for n in BIASES if (x := getattr(scores, n)) is not None}
 
     def mean_log_partition(b, extra_K):
-        lse_BJ = total_log_partition(
-            times(b, rotate(q, context.rotary)),
-            context.k,
-            times(b, g),
-            context.h,
-            tau=tau,
-            slopes=None if context.slopes is None else times(b, jnp.asarray(context.slopes)),
-            self_bias=times(b, own_K) + extra_K,
-            segments=context.segments,
-            **kernel,
+        times_b = lambda x: None if x is None else b.astype(x.dtype) * x
+        scaled = {name: times_b(x) for name, x in biases.items()}
+        scaled["self_bias"] += extra_K
+        moved = call._replace(
+            q=times_b(call.q), g=times_b(call.g), scores=scores._replace(**scaled)
         )
-        return lse_BJ.mean() / heads
+        return total_log_partition(moved, options).mean() / heads
 
     start = jnp.ones((), dtype), jnp.zeros(heads, dtype)
     mean, (mean_score, masses_K) = jax.value_and_grad(mean_log_partition, argnums=(0, 1))(*start)
     return mean - mean_score, masses_K.sum()
 
 
-def force_on_query(q, g, context: Context, *, exact: bool, update: str, tau: float, **kernel):
-    """(o, a) = −∂ε/∂(q, g), in the dtype of `q`; a is None unless `exact`.
+def force_on_query(
+    queries: Queries, keys: Keys, options: Options, *, diagonal_in_update: bool, update: str
+) -> Queries:
+    """Return (o, a) = −∂ε/∂(q, g), in the dtype of q; a is None unless `diagonal_in_update`.
 
     update="autodiff" asks `jax.grad` of the energy, "closed_form" the attention kernel. Over a
     cache the force is always the closed form.
     """
-    shape = "none" if not exact else "per_head" if g.ndim == q.ndim else "summed"
-    scores = dict(tau=tau, slopes=context.slopes, self_bias=context.self_bias)
-    if context.start is not None:
-        turned = rotate(q, context.rotary)
-        o, a = attend_cached(
-            turned, context.k, g, context.h, start=context.start, context=shape, **scores
-        )
-        return _in_query_coordinates(o, a, q, context)
-    if update == "autodiff":
-        if not exact:
-            energy = lambda q: energy_of_query(q, g, context, tau=tau, **kernel).sum()
-            return -jax.grad(energy)(q), None
-        energy = lambda q, g: energy_of_query(q, g, context, tau=tau, **kernel).sum()
-        return jax.tree.map(jnp.negative, jax.grad(energy, argnums=(0, 1))(q, g))
-    _, o, a = attend(
-        rotate(q, context.rotary),
-        context.k,
-        g,
-        context.h,
-        segments=context.segments,
-        context=shape,
-        **scores,
-        **kernel,
-    )
-    return _in_query_coordinates(o, a, q, context)
-
-
-def _in_query_coordinates(o, a, q, context: Context):
-    o = rotate(o.astype(q.dtype), context.rotary, inverse=True)
-    return o, None if a is None else a.astype(q.dtype)
-
-
-def diagonal_coordinates(u: Float[Array, "*B J D"], diagonal: Float[Array, "*K D"]) -> Array:
-    """g = d ∘ u: [*B J D] for one d, [*B J K D] for one a head."""
-    if diagonal.ndim == 2:
-        u = u[..., None, :]
-    return u * jnp.expand_dims(diagonal.astype(u.dtype), range(u.ndim - diagonal.ndim))
+    q, g = queries
+    if update == "autodiff" and keys.start is None:
+        # in Algorithm 1's mode g is held here, and stays a function of u for training
+        energy = lambda moved: energy_of_query(moved, keys, options).sum()
+        if diagonal_in_update:
+            return jax.tree.map(jnp.negative, jax.grad(energy)(queries))
+        return Queries(-jax.grad(lambda q: energy(Queries(q, g)))(q))
+    if diagonal_in_update:
+        options = replace(options, average="per_head" if g.ndim == q.ndim else "summed")
+    call = _call(queries, keys)
+    if keys.start is None:
+        _, o, a = attend(call, options)
+    else:
+        _, o, a = attend_cached(call, options, keys.start)
+    o = rotate(o.astype(q.dtype), keys.rotary, inverse=True)
+    return Queries(o, None if a is None else a.astype(q.dtype))
 
 
 def force_on_state(
     u: Float[Array, "*B J D"],
-    context: Context,
-    query: Float[Array, "K R D"],
-    folded: Float[Array, "K R D"],
-    diagonal: Float[Array, "*K D"] | None,
-    preconditioner: Preconditioner | None = None,
+    keys: Keys,
+    weights: Weights,
+    options: Options,
     *,
-    exact: bool,
-    **how,
+    diagonal_in_update: bool,
+    update: str,
 ) -> Float[Array, "*B J D"]:
-    """F(u), for a layer: `folded` is W^Q_k P_k, the query weight with the preconditioner in it.
+    """Return F(u) = Σ_k P_k ( W^Q_kᵀ o_k [ + d_k ∘ a_k ] ) (Eq. 3, 14).
 
-    `exact` adds the diagonal's own gradient; only there is `preconditioner` used ([D] or [K, D]
-    leading its factors). One P a head needs that gradient head by head: K times the memory.
-    `how`: update, tau and the kernel's implementation.
+    `diagonal_in_update` adds the bracket, where there is a diagonal; only there is
+    `weights.preconditioner` used, and one P per head needs the bracket head by head: K times the
+    memory. `update` as in `force_on_query`.
     """
-    heads = query.shape[0]
-    per_head = exact and preconditioner is not None and preconditioner.diagonal.ndim == 2
-    if per_head and diagonal.ndim == 1:
-        diagonal = jnp.broadcast_to(diagonal, (heads, *diagonal.shape))
-    g = None if diagonal is None else diagonal_coordinates(u, diagonal)
-    o_BJKR, a = force_on_query(heads_apart(u, query), g, context, exact=exact, **how)
-    force = heads_together(o_BJKR, folded)
-    if not exact:
+    d, p = weights.diagonal, weights.preconditioner
+    diagonal_in_update = diagonal_in_update and d is not None
+    written_out = p is not None and not isinstance(p, Preconditioner)
+    per_head = diagonal_in_update and (written_out or (p is not None and p.diagonal.ndim == 2))
+    if per_head and d.ndim == 1:
+        d = jnp.broadcast_to(d, (weights.query.shape[0], *d.shape))
+    queries = queries_of(u, weights._replace(diagonal=d))
+    o_BJKR, a = force_on_query(
+        queries, keys, options, diagonal_in_update=diagonal_in_update, update=update
+    )
+    force = heads_together(o_BJKR, weights.folded)
+    if not diagonal_in_update:
         return force
-    own = a * jnp.expand_dims(diagonal.astype(a.dtype), range(a.ndim - diagonal.ndim))
+    own = a * jnp.expand_dims(d.astype(a.dtype), range(a.ndim - d.ndim))
+    if written_out:
+        return force + jnp.einsum("...kd,ked->...e", own, p)
     if per_head:
-        return force + jax.vmap(precondition, in_axes=(-2, 0))(own, preconditioner).sum(0)
-    own = own.sum(-2) if diagonal.ndim == 2 else own
-    return force + precondition(own, preconditioner)
+        return force + jax.vmap(precondition, in_axes=(-2, 0))(own, p).sum(0)
+    own = own.sum(-2) if d.ndim == 2 else own
+    return force + precondition(own, p)
 
 
-def context_of(
-    h: Float[Array, "*B J D"],
-    key: Float[Array, "K R D"],
-    *,
-    diagonal: bool,
-    slopes=None,
-    self_bias=None,
-    rotary: Rotary | None = None,
-    segments=None,
-) -> Context:
-    """Keys and what else of h enters ε."""
-    k_BJKR = rotate(heads_apart(h, key), rotary)
-    return Context(k_BJKR, h if diagonal else None, slopes, self_bias, rotary, segments)
+def _prepared(u, h, query, key, diagonal, rotary, scores: Scores):
+    """The arrays in one dtype, and their `Keys`: (u, query, diagonal, keys).
 
-
-def _fitting(u, h, query, key, diagonal):
-    """The arrays again; raises ValueError where their shapes do not fit together."""
+    Raises ValueError where shapes do not fit together.
+    """
+    u, h, query, key, diagonal = same_dtype(u, h, query, key, diagonal)
     if u.shape != h.shape or u.ndim < 2:
         raise ValueError(f"u and h must both be [..., J, D]; got {u.shape} and {h.shape}")
     model_dim = u.shape[-1]
@@ -219,7 +240,9 @@ def _fitting(u, h, query, key, diagonal):
             f"diagonal must be [D] = [{model_dim}] or [K, D] = [{heads}, {model_dim}]; "
             f"got {diagonal.shape}"
         )
-    return u, h, query, key, diagonal
+    rotary = None if rotary is None else Rotary(*rotary)
+    keys = keys_of(h, key, diagonal=diagonal is not None, scores=scores, rotary=rotary)
+    return u, query, diagonal, keys
 
 
 def interaction_energy(
@@ -236,25 +259,16 @@ def interaction_energy(
     segments: Int[Array, "*B J"] | None = None,
     implementation: str = "dense",
 ) -> Float[Array, "*B J"]:
-    """ε(u_i | h_1:i) (Eq. 2, 12, App. B), in float32 or better.
+    """Return ε(u_i | h_1:i) (Eq. 2, 12, App. B), in float32 or better.
 
     `diagonal`: d, [D] or [K, D]. `slopes`, `self_bias`: m and β, [K]. `rotary`: positions and base.
     `segments`: document ids; a position sees its own document only. ∂ε is with respect to u alone:
     h, h_i included, is held. Raises ValueError on shapes that do not fit.
     """
-    u, h, query, key, diagonal = _fitting(*same_dtype(u, h, query, key, diagonal))
-    context = context_of(
-        h,
-        key,
-        diagonal=diagonal is not None,
-        slopes=slopes,
-        self_bias=self_bias,
-        rotary=None if rotary is None else Rotary(*rotary),
-        segments=segments,
-    )
-    g = None if diagonal is None else diagonal_coordinates(u, diagonal)
-    q_BJKR = heads_apart(u, query)
-    return energy_of_query(q_BJKR, g, context, tau=tau, implementation=implementation)
+    scores = Scores(slopes, self_bias, segments)
+    u, query, diagonal, keys = _prepared(u, h, query, key, diagonal, rotary, scores)
+    queries = queries_of(u, Weights(query, query, diagonal))
+    return energy_of_query(queries, keys, Options(tau, implementation=implementation))
 
 
 def interaction_force(
@@ -273,44 +287,28 @@ def interaction_force(
     diagonal_in_update: bool = False,
     preconditioner: Float[Array, "K D D"] | None = None,
 ) -> Float[Array, "*B J D"]:
-    """F_i = Σ_k P_k (W^Q_kᵀ o_ik [ + d_k ∘ a_ik ]) (Eq. 3, 14), in closed form, P written out.
+    """Return F_i = Σ_k P_k (W^Q_kᵀ o_ik [ + d_k ∘ a_ik ]) (Eq. 3, 14), in closed form.
 
-    `diagonal_in_update` adds the bracket; with it and without P the force is −∂ε/∂u. Other
-    arguments as in `interaction_energy`.
+    `diagonal_in_update` adds the bracket; with it and without P the force is −∂ε/∂u.
+    `preconditioner`: every P_k, written out. Other arguments as in `interaction_energy`.
     """
-    u, h, query, key, diagonal = _fitting(*same_dtype(u, h, query, key, diagonal))
-    exact = diagonal_in_update and diagonal is not None
-    context = context_of(
-        h,
-        key,
-        diagonal=diagonal is not None,
-        slopes=slopes,
-        self_bias=self_bias,
-        rotary=None if rotary is None else Rotary(*rotary),
-        segments=segments,
-    )
-    if exact and diagonal.ndim == 1:
-        diagonal = jnp.broadcast_to(diagonal, (query.shape[0], *diagonal.shape))
-    g = None if diagonal is None else diagonal_coordinates(u, diagonal)
-    o_BJKR, a_BJKD = force_on_query(
-        heads_apart(u, query),
-        g,
-        context,
-        exact=exact,
+    scores = Scores(slopes, self_bias, segments)
+    u, query, diagonal, keys = _prepared(u, h, query, key, diagonal, rotary, scores)
+    p_KDD, folded = None, query
+    if preconditioner is not None:
+        heads, _, model_dim = query.shape
+        p_KDD = jnp.asarray(preconditioner).astype(u.dtype)
+        if p_KDD.shape != (heads, model_dim, model_dim):
+            raise ValueError(
+                f"preconditioner must be [K, D, D] = [{heads}, {model_dim}, {model_dim}]; "
+                f"got {p_KDD.shape}"
+            )
+        folded = jnp.einsum("ked,krd->kre", p_KDD, query)
+    return force_on_state(
+        u,
+        keys,
+        Weights(query, folded, diagonal, p_KDD),
+        Options(tau, implementation=implementation),
+        diagonal_in_update=diagonal_in_update,
         update="closed_form",
-        tau=tau,
-        implementation=implementation,
     )
-    by_head = jnp.einsum("...kr,krd->...kd", o_BJKR, query)
-    if exact:
-        by_head += a_BJKD * jnp.expand_dims(diagonal, range(by_head.ndim - 2))
-    if preconditioner is None:
-        return by_head.sum(-2)
-    heads, _, model_dim = query.shape
-    p_KDD = jnp.asarray(preconditioner).astype(u.dtype)
-    if p_KDD.shape != (heads, model_dim, model_dim):
-        raise ValueError(
-            f"preconditioner must be [K, D, D] = [{heads}, {model_dim}, {model_dim}]; "
-            f"got {p_KDD.shape}"
-        )
-    return jnp.einsum("...kd,ked->...e", by_head, p_KDD)

@@ -4,8 +4,8 @@ One scan visits the tiles on or below the diagonal, row after row; a tile is [B,
 The backward pass is written out, so nothing of a tile outlives its visit.
 
 Shapes: B batch · J positions · K heads · R head dim · D model dim · G 1 if the heads share the
-diagonal, else K · C 1 for a context summed over heads, else K · I, N positions of a query and a key
-block · X, Y number of query and key blocks.
+diagonal, else K · C 1 for an average summed over heads, else K · I, N positions of a query and a
+key block · X, Y number of query and key blocks.
 
 Per row i and head k, with c = 1/τ, p = softmax of s, e the gradient of a and E_ij = e_i·h_j:
 
@@ -13,19 +13,33 @@ Per row i and head k, with c = 1/τ, p = softmax of s, e the gradient of a and E
     dS_ij = p_ij (do_i·v_j + E_ij − Δ_i)     Δ_i = do_i·o_i + Σ_j p_ij E_ij − dlse_i
     dq_i = c Σ_j dS_ij k_j          dk_j = c Σ_i dS_ij q_i    dv_j = Σ_i p_ij do_i, to dk if v is k
     dg_i = c Σ_j dS_ij h_j          dh_j = Σ_i (c dS_ij g_i + p_ij e_i)
-    dm = −Σ_ij (i − j) dS_ij        dβ = Σ_i dS_ii
+    biases of the scores: Σ_ij dS_ij times their own gradient, `Scores.bias`
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Int
 
-from cem_jax.kernels.call import Inputs, Plan, accumulator
-from cem_jax.kernels.chunks import Chunks
+from cem_jax.kernels.call import (
+    Call,
+    Chunks,
+    Implementation,
+    Options,
+    Outputs,
+    accumulator,
+    in_front,
+    visible,
+)
+
+Index = int | Int[Array, ""]
+T = TypeVar("T")
 
 
 class Window(NamedTuple):
@@ -35,14 +49,70 @@ class Window(NamedTuple):
     tiles: jax.Array  # (query block, key block) of the tiles to visit, [·, 2]
 
 
-def whole(positions: int, blocks: tuple[int, int]) -> Window:
-    """All queries: every tile that holds a pair j ≤ i, rows in order."""
-    queries, keys = blocks
-    starts = np.arange(0, positions, queries, dtype=np.int32)
-    return Window(starts, _tiles(starts, -(-positions // keys), blocks))
+class Blocked(NamedTuple):
+    """A call cut into blocks, the block axis first."""
+
+    call: Call  # q [X, B, K, I, R]; k, v [Y, B, K, N, R]; g [X, B, G, I, D]; h [Y, B, 1, N, D]
+    query_segments: jax.Array | None  # [X, B, I]
+    key_segments: jax.Array | None  # [Y, B, N]
+    window: Window
+
+    def distance(self, x: Index, y: Index) -> Int[Array, "I N"]:
+        """Return i − j over a tile."""
+        (*_, queries, _), (*_, keys, _) = self.call.q.shape, self.call.k.shape
+        i = jnp.asarray(self.window.starts)[x] + jnp.arange(queries)
+        j = y * keys + jnp.arange(keys)
+        return i[:, None] - j[None, :]
+
+    def sweep(self, visit: Callable[[T, Index, Index], T], carry: T) -> T:
+        """Carry through the tiles: carry = visit(carry, query block, key block)."""
+        step = lambda carry, tile: (visit(carry, tile[0], tile[1]), None)
+        return lax.scan(step, carry, self.window.tiles)[0]
 
 
-def _tiles(starts, key_blocks: int, blocks: tuple[int, int]) -> np.ndarray:
+def default_blocks(positions: int) -> tuple[int, int]:
+    """Return sizes of tiles that stay in a core's cache.
+
+    On CPU, 64 positions beat 128 up to some hundred positions.
+    """
+    size = 64 if positions <= 512 else 128
+    return min(size, positions), min(size, positions)
+
+
+def forward(call: Call, options: Options, chunks: Chunks | None = None) -> Outputs:
+    """Return the outputs; with `chunks`, q and g are those of their queries."""
+    return _forward(call, *_placed(call, options, chunks))
+
+
+def backward(
+    call: Call, options: Options, outputs: Outputs, bar: Outputs, chunks: Chunks | None = None
+) -> Call:
+    """Return the gradients of `call`, from `bar`, those of `outputs`."""
+    return _backward(call, *_placed(call, options, chunks), outputs, bar)
+
+
+IMPLEMENTATION = Implementation(forward, backward, lambda call, options: None)
+
+
+def _placed(call: Call, options: Options, chunks: Chunks | None) -> tuple[Options, Window]:
+    """The options with their blocks, and the tiles that these make."""
+    positions = call.k.shape[1]
+    queries, keys = options.block_sizes or default_blocks(positions)
+    key_blocks = lambda size: -(-positions // size)
+    if chunks is None:
+        starts = np.arange(0, positions, queries, dtype=np.int32)
+        window = Window(starts, tiles_of(starts, key_blocks(keys), (queries, keys)))
+    else:
+        limit = min(queries, keys, chunks.length)
+        queries = keys = max(n for n in range(1, limit + 1) if chunks.length % n == 0)
+        starts = chunks.blocks(queries)
+        tiles = [tiles_of(x, key_blocks(keys), (queries, keys)) for x in starts]
+        window = Window(chunks.own(starts), chunks.own(tiles))
+    return replace(options, block_sizes=(queries, keys)), window
+
+
+def tiles_of(starts: np.ndarray, key_blocks: int, blocks: tuple[int, int]) -> np.ndarray:
+    """List the tiles with a pair j ≤ i, rows in order: (query block, key block), [·, 2]."""
     queries, keys = blocks
     tiles = [
         (x, y)
@@ -53,129 +123,57 @@ def _tiles(starts, key_blocks: int, blocks: tuple[int, int]) -> np.ndarray:
     return np.array(tiles, np.int32)
 
 
-class Blocked(NamedTuple):
-    """Inputs cut into blocks, the block axis first."""
-
-    q: jax.Array  # [X, B, K, I, R]
-    k: jax.Array  # [Y, B, K, N, R]
-    v: jax.Array | None  # [Y, B, K, N, R]; None: the keys
-    g: jax.Array | None  # [X, B, G, I, D]
-    h: jax.Array | None  # [Y, B, 1, N, D]
-    slopes: jax.Array | None  # [K]
-    self_bias: jax.Array | None  # [K]
-    query_segments: jax.Array | None  # [X, B, 1, I]
-    key_segments: jax.Array | None  # [Y, B, 1, N]
-    window: Window | None
-
-
-def default_blocks(positions: int) -> tuple[int, int]:
-    """Tiles that stay in a core's cache: 64 beat 128 on CPU up to some hundred positions."""
-    size = 64 if positions <= 512 else 128
-    return min(size, positions), min(size, positions)
-
-
-def _placed(inputs: Inputs, plan: Plan, chunks: Chunks | None) -> tuple[Plan, Window | None]:
-    """The plan with its blocks, and their tiles; None for those of a whole sequence."""
-    positions = inputs.k.shape[1]
-    blocks = plan.blocks or default_blocks(positions)
-    if chunks is None:
-        return plan._replace(blocks=blocks), None
-    limit = min(*blocks, chunks.length)
-    block = max(size for size in range(1, limit + 1) if chunks.length % size == 0)
-    blocks, starts = (block, block), chunks.blocks(block)
-    tiles = [_tiles(x, positions // block, blocks) for x in starts]
-    return plan._replace(blocks=blocks), Window(chunks.own(starts), chunks.own(tiles))
-
-
-def forward(inputs: Inputs, plan: Plan, chunks: Chunks | None = None):
-    """lse [B, K, J], o [B, J, K, R] and a: None, [B, J, D] or [B, J, K, D] by `plan.context`.
-
-    In the accumulator's dtype (float32 or float64). With `chunks`, q and g are their queries.
-    """
-    return _forward(inputs, *_placed(inputs, plan, chunks))
-
-
-def backward(
-    inputs: Inputs, plan: Plan, lse_BKJ, o_BJKR, a, cotangents, chunks: Chunks | None = None
-) -> Inputs:
-    """The gradients of `inputs` from those of (lse, o, a), whose values are given too."""
-    plan, window = _placed(inputs, plan, chunks)
-    return _backward(inputs, plan, window, lse_BKJ, o_BJKR, a, cotangents)
-
-
-# Jitted, or each call outside a jit would compile its scans anew.
+# Jitted so that calls outside a jit do not recompile the scans.
 @partial(jax.jit, static_argnums=1)
-def _forward(inputs: Inputs, plan: Plan, window: Window | None):
-    blocked = _cut(inputs, plan, window)
-    lse_XBKI, o_XBKIR = _sweep_forward(blocked, plan)
-    positions = inputs.q.shape[1]
-    lse_BKJ = _join_heads_first(lse_XBKI, positions)
-    o_BJKR = _join(o_XBKIR, positions)
+def _forward(call: Call, options: Options, window: Window) -> Outputs:
+    blocked = _cut(call, options, window)
+    positions = call.q.shape[1]
+    lse_XBKI, o_XBKIR = _sweep_forward(blocked, options)
     a = None
-    if plan.context != "none":
-        a_XBCID = _sweep_context(blocked, lse_XBKI, plan)
-        a = _join(a_XBCID, positions)
-        a = a[:, :, 0] if plan.context == "summed" else a
-    return lse_BKJ, o_BJKR, a
+    if options.average != "none":
+        a = _join(_sweep_average(blocked, lse_XBKI, options), positions)
+        a = a[:, :, 0] if options.average == "summed" else a
+    return Outputs(_join_heads_first(lse_XBKI, positions), _join(o_XBKIR, positions), a)
 
 
 @partial(jax.jit, static_argnums=1)
-def _backward(inputs: Inputs, plan: Plan, window: Window | None, lse_BKJ, o_BJKR, a, cotangents):
-    dlse_BKJ, do_BJKR, da = cotangents
-    block = plan.blocks[0]
-    blocked = _cut(inputs, plan, window)
+def _backward(call: Call, options: Options, window: Window, outputs: Outputs, bar: Outputs) -> Call:
+    block, _ = options.block_sizes
+    blocked = _cut(call, options, window)
     # exp(s − ∞) = 0: the rows that padding added take no part
-    lse_XBKI = _cut_heads_first(lse_BKJ, block, padding=jnp.inf)
+    lse_XBKI = _cut_heads_first(outputs.lse, block, padding=jnp.inf)
     # rounded first: do·k − do·o of a row that sees one key is then 0 in low precision too
-    do_BJKR = do_BJKR.astype(inputs.q.dtype)
-    do_o_BKJ = jnp.einsum("bjkr,bjkr->bkj", do_BJKR.astype(o_BJKR.dtype), o_BJKR)
-    delta_BKJ = do_o_BKJ - dlse_BKJ
-    delta_XBKI = _cut_heads_first(delta_BKJ, block)
+    do_BJKR = bar.o.astype(call.q.dtype)
+    do_o_BKJ = jnp.einsum("bjkr,bjkr->bkj", do_BJKR.astype(outputs.o.dtype), outputs.o)
+    delta_XBKI = _cut_heads_first(do_o_BKJ - bar.lse, block)
     e_XBCID = None
-    if plan.context != "none":
-        per_head = da if plan.context == "per_head" else da[:, :, None]
-        e_XBCID = _cut_positions(per_head.astype(inputs.q.dtype), block)
-        delta_XBKI += _sweep_delta(blocked, lse_XBKI, e_XBCID, plan)
+    if options.average != "none":
+        per_head = bar.a if options.average == "per_head" else bar.a[:, :, None]
+        e_XBCID = _cut_positions(per_head.astype(call.q.dtype), block)
+        delta_XBKI += _sweep_delta(blocked, lse_XBKI, e_XBCID, options)
     do_XBKIR = _cut_positions(do_BJKR, block)
-    grads = _sweep_backward(blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, plan)
-    return _uncut_gradients(grads, inputs)
+    grads = _sweep_backward(blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, options)
+    return _uncut_gradients(grads, call)
 
 
 # One tile: scores and probabilities.
 
 
-def _scores(blocked: Blocked, x, y, plan: Plan):
+def _scores(blocked: Blocked, x, y, options: Options):
     """s of query block x against key block y, −∞ replaced by a finite floor. [B, K, I, N]."""
-    q_BKIR, k_BKNR = blocked.q[x], blocked.k[y]
-    dtype = accumulator(q_BKIR.dtype)
-    s_BKIN = _product("bkir,bknr->bkin", q_BKIR, k_BKNR)
-    if blocked.g is not None:
-        s_BKIN += _product("bgid,bnd->bgin", blocked.g[x], blocked.h[y][:, 0])
-    s_BKIN *= 1.0 / plan.tau
-    distance_IN = _distance(blocked, x, y, plan)
-    bias_KIN = jnp.zeros((1, 1, 1), dtype)
-    if blocked.slopes is not None:
-        bias_KIN = bias_KIN - blocked.slopes.astype(dtype)[:, None, None] * distance_IN[None]
-    if blocked.self_bias is not None:
-        beta_K11 = blocked.self_bias.astype(dtype)[:, None, None]
-        bias_KIN = bias_KIN + jnp.where(distance_IN[None] == 0, beta_K11, 0.0)
-    visible = (distance_IN >= 0)[None, None]
-    if blocked.query_segments is not None:
-        query, key = blocked.query_segments[x], blocked.key_segments[y]
-        visible = visible & (query[..., :, None] == key[..., None, :])
-    return jnp.where(visible, s_BKIN + bias_KIN[None], jnp.finfo(dtype).min / 2)
+    call, pick = blocked.call, lambda segments, n: None if segments is None else segments[n]
+    s_BKIN = _product("bkir,bknr->bkin", call.q[x], call.k[y])
+    if call.g is not None:
+        s_BKIN += _product("bgid,bnd->bgin", call.g[x], call.h[y][:, 0])
+    s_BKIN *= options.c
+    distance_IN = blocked.distance(x, y)
+    seen = visible(distance_IN, pick(blocked.query_segments, x), pick(blocked.key_segments, y))
+    s_BKIN += call.scores.bias(distance_IN, s_BKIN.dtype)[None]
+    return jnp.where(in_front(seen, 4), s_BKIN, jnp.finfo(s_BKIN.dtype).min / 2)
 
 
-def _probabilities(blocked: Blocked, lse_XBKI, x, y, plan: Plan):
-    return jnp.exp(_scores(blocked, x, y, plan) - lse_XBKI[x][..., None])
-
-
-def _distance(blocked: Blocked, x, y, plan: Plan):
-    """i − j over a tile. [I, N]."""
-    queries, keys = plan.blocks
-    i = jnp.asarray(blocked.window.starts)[x] + jnp.arange(queries)
-    j = y * keys + jnp.arange(keys)
-    return i[:, None] - j[None, :]
+def _probabilities(blocked: Blocked, lse_XBKI, x, y, options: Options):
+    return jnp.exp(_scores(blocked, x, y, options) - lse_XBKI[x][..., None])
 
 
 def _product(subscripts, a, b):
@@ -185,24 +183,18 @@ def _product(subscripts, a, b):
 # The sweeps.
 
 
-def _sweep(visit, carry, blocked: Blocked):
-    """Carry through the tiles."""
-    step = lambda carry, tile: (visit(carry, tile[0], tile[1]), None)
-    return lax.scan(step, carry, blocked.window.tiles)[0]
-
-
-def _sweep_forward(blocked: Blocked, plan: Plan):
-    dtype = accumulator(blocked.q.dtype)
-    rows = blocked.q.shape[:-1]
+def _sweep_forward(blocked: Blocked, options: Options):
+    call, rows = blocked.call, blocked.call.q.shape[:-1]
+    dtype = accumulator(call.q.dtype)
 
     def visit(carry, x, y):
         peak, total, o = carry
-        s_BKIN = _scores(blocked, x, y, plan)
+        s_BKIN = _scores(blocked, x, y, options)
         old_peak = peak[x]
         new_peak = jnp.maximum(old_peak, s_BKIN.max(-1))
         weight_BKIN = jnp.exp(s_BKIN - new_peak[..., None])
         keep = jnp.exp(old_peak - new_peak)
-        v_BKNR = blocked.k[y] if blocked.v is None else blocked.v[y]
+        v_BKNR = call.k[y] if call.v is None else call.v[y]
         fresh_o = _product("bkin,bknr->bkir", weight_BKIN.astype(v_BKNR.dtype), v_BKNR)
         return (
             peak.at[x].set(new_peak),
@@ -213,134 +205,119 @@ def _sweep_forward(blocked: Blocked, plan: Plan):
     start = (
         jnp.full(rows, jnp.finfo(dtype).min / 2, dtype),
         jnp.zeros(rows, dtype),
-        jnp.zeros(blocked.q.shape, dtype),
+        jnp.zeros(call.q.shape, dtype),
     )
-    peak, total, o = _sweep(visit, start, blocked)
+    peak, total, o = blocked.sweep(visit, start)
     return peak + jnp.log(total), o / total[..., None]
 
 
-def _sweep_context(blocked: Blocked, lse_XBKI, plan: Plan):
+def _sweep_average(blocked: Blocked, lse_XBKI, options: Options):
     """a_i = Σ_j p_ij h_j. A second sweep: a sum over heads needs every head's softmax finished."""
-    *_, model_dim = blocked.h.shape
-    rows = blocked.q.shape[:-1]
-    heads = 1 if plan.context == "summed" else rows[2]
+    h = blocked.call.h
+    count, batch, all_heads, queries = lse_XBKI.shape
+    heads = 1 if options.average == "summed" else all_heads
 
     def visit(a, x, y):
-        p_BKIN = _probabilities(blocked, lse_XBKI, x, y, plan)
-        p_BCIN = _share(p_BKIN, heads).astype(blocked.h.dtype)
-        return a.at[x].add(_product("bcin,bnd->bcid", p_BCIN, blocked.h[y][:, 0]))
+        p_BKIN = _probabilities(blocked, lse_XBKI, x, y, options)
+        p_BCIN = _shared(p_BKIN, heads).astype(h.dtype)
+        return a.at[x].add(_product("bcin,bnd->bcid", p_BCIN, h[y][:, 0]))
 
-    start = jnp.zeros((rows[0], rows[1], heads, rows[3], model_dim), lse_XBKI.dtype)
-    return _sweep(visit, start, blocked)
+    start = jnp.zeros((count, batch, heads, queries, h.shape[-1]), lse_XBKI.dtype)
+    return blocked.sweep(visit, start)
 
 
-def _sweep_delta(blocked: Blocked, lse_XBKI, e_XBCID, plan: Plan):
+def _sweep_delta(blocked: Blocked, lse_XBKI, e_XBCID, options: Options):
     """Σ_j p_ij E_ij, for each head. [X, B, K, I]."""
 
     def visit(delta, x, y):
-        p_BKIN = _probabilities(blocked, lse_XBKI, x, y, plan)
-        e_BCIN = _product("bcid,bnd->bcin", e_XBCID[x], blocked.h[y][:, 0])
+        p_BKIN = _probabilities(blocked, lse_XBKI, x, y, options)
+        e_BCIN = _product("bcid,bnd->bcin", e_XBCID[x], blocked.call.h[y][:, 0])
         return delta.at[x].add((p_BKIN * e_BCIN).sum(-1))
 
-    return _sweep(visit, jnp.zeros_like(lse_XBKI), blocked)
+    return blocked.sweep(visit, jnp.zeros_like(lse_XBKI))
 
 
-def _sweep_backward(blocked: Blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, plan: Plan):
-    dtype = lse_XBKI.dtype
-    c = 1.0 / plan.tau
+def _sweep_backward(
+    blocked: Blocked, lse_XBKI, delta_XBKI, do_XBKIR, e_XBCID, options: Options
+) -> Call:
+    call, dtype = blocked.call, lse_XBKI.dtype
 
-    def visit(grads: Blocked, x, y):
-        q, k, do = blocked.q[x], blocked.k[y], do_XBKIR[x]
-        v = k if blocked.v is None else blocked.v[y]
-        p = _probabilities(blocked, lse_XBKI, x, y, plan)
+    def visit(grads: Call, x, y):
+        q, k, do = call.q[x], call.k[y], do_XBKIR[x]
+        v = k if call.v is None else call.v[y]
+        p = _probabilities(blocked, lse_XBKI, x, y, options)
         dp = _product("bkir,bknr->bkin", do, v)
         if e_XBCID is not None:
-            dp += _product("bcid,bnd->bcin", e_XBCID[x], blocked.h[y][:, 0])
+            dp += _product("bcid,bnd->bcin", e_XBCID[x], call.h[y][:, 0])
         ds = p * (dp - delta_XBKI[x][..., None])
-        grads = _add_bias_gradients(grads, ds, _distance(blocked, x, y, plan))
-        scaled = c * ds
+        dscores = call.scores.bias_gradient(ds.sum(0), blocked.distance(x, y))
+        grads = grads._replace(scores=jax.tree.map(jnp.add, grads.scores, dscores))
+        scaled = options.c * ds
         ds, p_low = scaled.astype(q.dtype), p.astype(q.dtype)
         dk = _product("bkin,bkir->bknr", ds, q)
         dv = _product("bkin,bkir->bknr", p_low, do)
-        if blocked.v is None:
+        if call.v is None:
             dk += dv
         else:
             grads = grads._replace(v=grads.v.at[y].add(dv))
         grads = grads._replace(
             q=grads.q.at[x].add(_product("bkin,bknr->bkir", ds, k)), k=grads.k.at[y].add(dk)
         )
-        if blocked.g is None:
+        if call.g is None:
             return grads
-        g, h = blocked.g[x], blocked.h[y][:, 0]
-        ds_BGIN = _share(scaled, g.shape[1]).astype(q.dtype)
+        g, h = call.g[x], call.h[y][:, 0]
+        ds_BGIN = _shared(scaled, g.shape[1]).astype(q.dtype)
         dh = _product("bgin,bgid->bnd", ds_BGIN, g)
         if e_XBCID is not None:
-            p_BCIN = _share(p, e_XBCID.shape[2]).astype(q.dtype)
+            p_BCIN = _shared(p, e_XBCID.shape[2]).astype(q.dtype)
             dh += _product("bcin,bcid->bnd", p_BCIN, e_XBCID[x])
         return grads._replace(
             g=grads.g.at[x].add(_product("bgin,bnd->bgid", ds_BGIN, h)),
             h=grads.h.at[y].add(dh[:, None]),
         )
 
-    fixed = dict(query_segments=None, key_segments=None, window=None)
-    start = jax.tree.map(lambda t: jnp.zeros(t.shape, dtype), blocked._replace(**fixed))
-    return _sweep(visit, start, blocked)
+    start = jax.tree.map(lambda t: jnp.zeros(t.shape, dtype), call)
+    return blocked.sweep(visit, start)
 
 
-def _add_bias_gradients(grads: Blocked, ds_BKIN, distance_IN) -> Blocked:
-    if grads.slopes is None and grads.self_bias is None:
-        return grads
-    ds_KIN = ds_BKIN.sum(0)
-    if grads.slopes is not None:
-        grads = grads._replace(slopes=grads.slopes - (ds_KIN * distance_IN[None]).sum((1, 2)))
-    if grads.self_bias is not None:
-        on_diagonal = jnp.where(distance_IN[None] == 0, ds_KIN, 0.0)
-        grads = grads._replace(self_bias=grads.self_bias + on_diagonal.sum((1, 2)))
-    return grads
-
-
-def _share(t_BKIN, heads: int):
+def _shared(t_BKIN, heads: int):
     """Summed over the heads where they share one tile."""
     return t_BKIN.sum(1, keepdims=True) if heads == 1 else t_BKIN
 
 
-# Cutting into blocks and joining again. Padding stands behind every real position, so no real query
+# Cutting into blocks and joining again. Padding is behind every real position, so no real query
 # sees a padded key.
 
 
-def _cut(inputs: Inputs, plan: Plan, window: Window | None) -> Blocked:
-    queries, keys = plan.blocks
-    g, h, segments = inputs.g, inputs.h, inputs.segments
-    if window is None:
-        window = whole(inputs.q.shape[1], plan.blocks)
-    if g is not None:
-        g = _cut_positions(g if g.ndim == 4 else g[:, :, None], queries)
-        h = _cut_positions(h[:, :, None], keys)
+def _cut(call: Call, options: Options, window: Window) -> Blocked:
+    queries, keys = options.block_sizes
+    cut = lambda x, size: None if x is None else _cut_positions(x, size)
+    one_head = lambda x: None if x is None else x[:, :, None]
+    segments, dtype = call.scores.segments, accumulator(call.q.dtype)
     query_segments = key_segments = None
     if segments is not None:
         positions_XI = window.starts[:, None] + np.arange(queries)[None]
         taken_BXI = jnp.take(segments, positions_XI, axis=1, mode="fill", fill_value=-1)
-        query_segments = taken_BXI.transpose(1, 0, 2)[:, :, None]
-        key_segments = _cut_heads_first(segments[:, None], keys, padding=-1)
-    return Blocked(
-        _cut_positions(inputs.q, queries),
-        _cut_positions(inputs.k, keys),
-        None if inputs.v is None else _cut_positions(inputs.v, keys),
-        g,
-        h,
-        inputs.slopes,
-        inputs.self_bias,
-        query_segments,
-        key_segments,
-        window,
+        query_segments = taken_BXI.transpose(1, 0, 2)
+        key_segments = _cut_heads_first(segments[:, None], keys, padding=-1)[:, :, 0]
+    call = Call(
+        q=cut(call.q, queries),
+        k=cut(call.k, keys),
+        v=cut(call.v, keys),
+        g=cut(call.g if call.per_head else one_head(call.g), queries),
+        h=cut(one_head(call.h), keys),
+        # sums of their gradients are as wide as the scores
+        scores=jax.tree.map(lambda x: x.astype(dtype), call.floating.scores),
     )
+    return Blocked(call, query_segments, key_segments, window)
 
 
-def _cut_positions(x_BJKR, size: int):
-    """[B, J, K, R] → [X, B, K, I, R], padded with zeros."""
+def _cut_positions(x_BJKR, size: int, padding=0):
+    """[B, J, K, R] → [X, B, K, I, R], padded."""
     batch, positions, heads, width = x_BJKR.shape
     count = -(-positions // size)
-    x = jnp.pad(x_BJKR, ((0, 0), (0, count * size - positions), (0, 0), (0, 0)))
+    missing = ((0, 0), (0, count * size - positions), (0, 0), (0, 0))
+    x = jnp.pad(x_BJKR, missing, constant_values=padding)
     return x.reshape(batch, count, size, heads, width).transpose(1, 0, 3, 2, 4)
 
 
@@ -353,30 +330,18 @@ def _join(x_XBKIR, positions: int):
 
 def _cut_heads_first(x_BKJ, size: int, padding=0):
     """[B, K, J] → [X, B, K, I]."""
-    batch, heads, positions = x_BKJ.shape
-    count = -(-positions // size)
-    x = jnp.pad(x_BKJ, ((0, 0), (0, 0), (0, count * size - positions)), constant_values=padding)
-    return x.reshape(batch, heads, count, size).transpose(2, 0, 1, 3)
+    return _cut_positions(jnp.swapaxes(x_BKJ, 1, 2)[..., None], size, padding)[..., 0]
 
 
 def _join_heads_first(x_XBKI, positions: int):
     """[X, B, K, I] → [B, K, J]."""
-    count, batch, heads, size = x_XBKI.shape
-    return x_XBKI.transpose(1, 2, 0, 3).reshape(batch, heads, count * size)[..., :positions]
+    return jnp.swapaxes(_join(x_XBKI[..., None], positions)[..., 0], 1, 2)
 
 
-def _uncut_gradients(grads: Blocked, inputs: Inputs) -> Inputs:
-    queries, keys = inputs.q.shape[1], inputs.k.shape[1]
-    joined = Inputs(
-        _join(grads.q, queries),
-        _join(grads.k, keys),
-        None if grads.v is None else _join(grads.v, keys),
-        None if grads.g is None else _join(grads.g, queries).reshape(inputs.g.shape),
-        None if grads.h is None else _join(grads.h, keys).reshape(inputs.h.shape),
-        grads.slopes,
-        grads.self_bias,
-        None,
-    )
-    return Inputs(
-        *(None if x is None else x.astype(y.dtype) for x, y in zip(joined, inputs, strict=True))
-    )
+def _uncut_gradients(grads: Call, call: Call) -> Call:
+    joined = {
+        name: _join(x, getattr(call, name).shape[1]).reshape(getattr(call, name).shape)
+        for name in ("q", "k", "v", "g", "h")
+        if (x := getattr(grads, name)) is not None
+    }
+    return grads._replace(**joined).as_gradient_of(call)

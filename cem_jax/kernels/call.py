@@ -1,53 +1,169 @@
-"""What every implementation of the log-partition function takes, validated once."""
+"""One call, from a layer down to a kernel: its arrays, what is static in it, and what comes back.
 
+Shapes: B leading axes · J positions (i query, j key) · K heads · R head dim · D model dim ·
+I, N positions of any queries and of any keys.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-CONTEXTS = ("none", "summed", "per_head")  # whether a = Σ_j p h_j is wanted, over heads
+# "pallas" is the fused kernel of the platform that the program is compiled for
+IMPLEMENTATIONS = ("auto", "dense", "blockwise", "pallas")
+AVERAGES = ("none", "summed", "per_head")
 
 
-class Inputs(NamedTuple):
-    """Arrays of one call. B leading axes · J positions · K heads · R head dim · D model dim."""
+class Scores(NamedTuple):
+    """All of a score that is no product: what is added to the products, and what hides pairs.
 
-    q: jax.Array  # [B, J, K, R]
-    k: jax.Array  # [B, J, K, R]
-    v: jax.Array | None  # [B, J, K, R]; None: the keys are the values
-    g: jax.Array | None  # d∘u: [B, J, D] shared by the heads, or [B, J, K, D]
-    h: jax.Array | None  # [B, J, D]
-    slopes: jax.Array | None  # m, [K]
-    self_bias: jax.Array | None  # β, [K]
-    segments: jax.Array | None  # document ids, [B, J]
+        s_ijk = (k_jk·q_ik + g_i·h_j)/τ − m_k(i−j) + β_k[i=j]      hidden: j > i, other segments
+
+    To add a score bias, extend
+
+        here                 a field of one number per head, and its term in `bias`
+        kernels/tpu/tiles    `Tile.scores` and `Tile.add_bias_gradients`
+        kernels/gpu/tiles    `scores` and `bias_gradients`
+        model/heads          `Heads._scores`, which makes this record from a layer's parameters
+        config/schema        the field that switches it on
+        verify/plain         the formula that `cem verify` compares with
+
+    All else passes the record on: implementations in plain JAX take values and gradients from
+    `bias`, and `BIASES` says what is split over a mesh and summed over the batch.
+    """
+
+    slopes: Float[Array, " K"] | None = None  # m
+    self_bias: Float[Array, " K"] | None = None  # β
+    segments: Int[Array, "*B J"] | None = None  # document ids: a position sees its own only
+
+    def bias(self, distance_IN: Int[Array, "I N"], dtype: DTypeLike) -> Float[Array, "#K #I #N"]:
+        """Return what is added to the scores of pairs `distance_IN` = i − j apart."""
+        each_head = lambda x: x.astype(dtype)[:, None, None]
+        bias_KIN = jnp.zeros((1, 1, 1), dtype)
+        if self.slopes is not None:
+            bias_KIN = bias_KIN - each_head(self.slopes) * distance_IN[None]
+        if self.self_bias is not None:
+            own_KIN = jnp.where(distance_IN[None] == 0, each_head(self.self_bias), 0.0)
+            bias_KIN = bias_KIN + own_KIN
+        return bias_KIN
+
+    def bias_gradient(
+        self, ds_KIN: Float[Array, "K I N"], distance_IN: Int[Array, "I N"]
+    ) -> "Scores":
+        """Return the gradients of the biases from `ds_KIN`, that of `bias`."""
+        bias_KIN = lambda scores: jnp.broadcast_to(
+            scores.bias(distance_IN, ds_KIN.dtype), ds_KIN.shape
+        )
+        return jax.vjp(bias_KIN, self)[1](ds_KIN)[0]
+
+
+BIASES = tuple(name for name in Scores._fields if name != "segments")  # each [K]
+
+
+def visible(
+    distance_IN: Int[Array, "I N"],
+    query_segments: Int[Array, "*B I"] | None,
+    key_segments: Int[Array, "*B N"] | None,
+) -> Bool[Array, "*#B #K I N"]:
+    """Return which pairs `distance_IN` = i − j apart a query sees."""
+    seen = distance_IN >= 0
+    if query_segments is None:
+        return seen
+    same = query_segments[..., None, :, None] == key_segments[..., None, None, :]
+    return in_front(seen, same.ndim) & same
+
+
+def in_front(x: Shaped[Array, "..."], ndim: int) -> Shaped[Array, "..."]:
+    """Return `x` with axes of size 1 before its own, `ndim` in all."""
+    return jnp.expand_dims(x, range(ndim - x.ndim))
+
+
+class Call(NamedTuple):
+    """The arrays of one call, or as many gradients, shapes or partitions of them."""
+
+    q: Float[Array, "*B J K R"]
+    k: Float[Array, "*B J K R"]
+    v: Float[Array, "*B J K R"] | None = None  # None: the keys are the values
+    g: Float[Array, "*B J D"] | Float[Array, "*B J K D"] | None = None  # d∘u, shared or per head
+    h: Float[Array, "*B J D"] | None = None
+    scores: Scores = Scores()
+
+    @property
+    def per_head(self) -> bool:
+        """Whether each head has its own g."""
+        return self.g is not None and self.g.ndim == self.q.ndim
 
     @property
     def split(self) -> bool:
         """Whether queries, q and g, are those of one device, some of the sequence's positions."""
         return self.q.shape[1] != self.k.shape[1]
 
+    @property
+    def floating(self) -> "Call":
+        """What has a gradient: all but the segments."""
+        return self._replace(scores=self.scores._replace(segments=None))
 
-class Plan(NamedTuple):
-    """What is static in a call, the same for every implementation."""
+    def map(self, f: Callable) -> "Call":
+        """Apply `f` to q, k, v, g and h, those that there are."""
+        arrays = {name: getattr(self, name) for name in ("q", "k", "v", "g", "h")}
+        return self._replace(**{name: f(x) for name, x in arrays.items() if x is not None})
+
+    def as_gradient_of(self, call: "Call") -> "Call":
+        """Return gradients in the dtypes of what they belong to."""
+        return jax.tree.map(lambda x, y: x.astype(y.dtype), self, call.floating)
+
+
+class Outputs(NamedTuple):
+    """What a forward pass returns, in float32 or better; or the gradients of all three."""
+
+    lse: Float[Array, "*B K J"]  # log Σ_j exp s_ijk
+    o: Float[Array, "*B J K R"]  # Σ_j α_ijk v_jk, α the softmax of s over j
+    a: Float[Array, "*B J D"] | Float[Array, "*B J K D"] | None  # `Options.average` of h
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is static in a call.
+
+    `average` is the average of h that is wanted as a: "none", "summed" over heads
+    (Σ_k Σ_j α_ijk h_j), or "per_head". `block_sizes` are positions of a query and of a key block,
+    None to let the implementation choose. `interpret` runs the TPU kernels in Pallas' interpreter:
+    True, or its parameters. Raises ValueError on values that are none.
+    """
 
     tau: float
-    context: str = "none"  # of CONTEXTS
-    blocks: tuple[int, int] | None = None  # positions of a query and a key block; None: chosen
-    interpret: Any = None  # for Pallas: True, or the parameters of its interpreter
+    average: str = "none"
+    implementation: str = "auto"
+    block_sizes: tuple[int, int] | None = None
+    interpret: Any = None
+
+    def __post_init__(self):
+        checked = dict(tau=_number(self.tau), block_sizes=_blocks(self.block_sizes))
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        for name, known in (("average", AVERAGES), ("implementation", IMPLEMENTATIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+        if self.interpret and self.implementation != "pallas":
+            raise ValueError(
+                f"interpret is for 'pallas'; implementation={self.implementation!r} is XLA"
+            )
+
+    @property
+    def c(self) -> float:
+        """1/τ."""
+        return 1.0 / self.tau
 
 
-def accumulator(dtype) -> jnp.dtype:
-    """Scores, softmax and sums: float32, or float64 where the inputs are."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def check_context(context: str) -> None:
-    """Raises ValueError unless it is one of CONTEXTS."""
-    if context not in CONTEXTS:
-        raise ValueError(f"context must be one of {', '.join(CONTEXTS)}; got {context!r}")
-
-
-def number(tau) -> float:
-    """`tau` as a Python float, which no array is promoted by."""
+def _number(tau) -> float:
+    """`tau` as a Python float, so that it never promotes an array's dtype."""
     if isinstance(tau, jax.core.Tracer):
         raise ValueError("tau is a number of the program, not traced: a static argument of its jit")
     if not float(tau) > 0:
@@ -55,11 +171,71 @@ def number(tau) -> float:
     return float(tau)
 
 
-def validated(q, k, g=None, h=None, slopes=None, self_bias=None, segments=None, v=None) -> Inputs:
-    """Array-likes as `Inputs`; raises ValueError with the shapes where they do not fit together."""
-    raw = (q, k, v, g, h, slopes, self_bias, segments)
-    inputs = Inputs(*(None if x is None else jnp.asarray(x) for x in raw))
-    q, k, v, g, h, slopes, self_bias, segments = inputs
+def _blocks(sizes) -> tuple[int, int] | None:
+    if sizes is None:
+        return None
+    try:
+        queries, keys = map(operator.index, sizes)
+    except (TypeError, ValueError):
+        queries = keys = 0
+    if min(queries, keys) < 1:
+        raise ValueError(f"block_sizes must be two positive whole numbers; got {sizes!r}")
+    return queries, keys
+
+
+class Chunks(NamedTuple):
+    """The queries of one call, where a sequence's positions are split over devices.
+
+    Keys are those of the whole sequence.
+    """
+
+    starts: tuple[tuple[int, int], ...]  # by device: first positions of its chunks, in array order
+    length: int  # positions of a chunk
+    device: Any  # the one at work; traced
+
+    def own(self, tables: Sequence[ArrayLike]) -> Int[Array, "..."]:
+        """Return the entry of the device at work in a list with one per device."""
+        return lax.dynamic_index_in_dim(np.stack(tables), self.device, keepdims=False)
+
+    def blocks(self, size: int) -> list[np.ndarray]:
+        """Return the first positions of each device's blocks of `size` queries."""
+        cut = lambda start: np.arange(start, start + self.length, size, dtype=np.int32)
+        return [np.concatenate([*map(cut, starts)]) for starts in self.starts]
+
+    @property
+    def end(self) -> Int[Array, ""]:
+        """The first position that no query of the device at work sees."""
+        return self.own([np.int32(max(starts) + self.length) for starts in self.starts])
+
+
+class Implementation(NamedTuple):
+    """One way to compute a call, as pure functions of arrays with one leading axis.
+
+    An implementation that can work for some of a sequence's queries takes their `Chunks` as a
+    last argument of its passes.
+    """
+
+    forward: Callable[..., Outputs]  # (call, options)
+    backward: Callable[..., Call]  # (call, options, outputs, gradients of these)
+    obstacle: Callable[[Call, Options], str | None]  # why it cannot serve a call; shapes suffice
+
+
+def accumulator(dtype: DTypeLike) -> np.dtype:
+    """Return the dtype of scores, softmax and sums: float32, or float64 where the inputs are."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def checked(call: Call) -> Call:
+    """Turn array-likes into arrays of one floating dtype.
+
+    Raises ValueError with the shapes where they do not fit together.
+    """
+    given = {n: x for n, x in call._asdict().items() if x is not None and n != "scores"}
+    call = call._replace(
+        **{name: jnp.asarray(x) for name, x in given.items()},
+        scores=Scores(*(None if x is None else jnp.asarray(x) for x in call.scores)),
+    )
+    q, k, v, g, h, scores = call
     if q.ndim < 3 or q.shape != k.shape:
         raise ValueError(f"q and k must both be [..., J, K, R]; got {q.shape} and {k.shape}")
     if v is not None and v.shape != k.shape:
@@ -73,22 +249,19 @@ def validated(q, k, g=None, h=None, slopes=None, self_bias=None, segments=None, 
         model_dim = h.shape[-1] if h.ndim else 0
         if h.shape != (*leading, positions, model_dim):
             raise ValueError(f"h must be [..., J, D] beside q {q.shape}; got {h.shape}")
-        if g.shape not in (
-            (*leading, positions, model_dim),
-            (*leading, positions, heads, model_dim),
-        ):
+        if g.shape not in (h.shape, (*leading, positions, heads, model_dim)):
             raise ValueError(
                 f"g must be [..., J, D] or [..., J, K, D] beside h {h.shape}; got {g.shape}"
             )
-    for name, value in (("slopes", slopes), ("self_bias", self_bias)):
-        if value is not None and value.shape != (heads,):
-            raise ValueError(f"{name} must be [K] = [{heads}]; got {value.shape}")
+    for name in BIASES:
+        if (x := getattr(scores, name)) is not None and x.shape != (heads,):
+            raise ValueError(f"{name} must be [K] = [{heads}]; got {x.shape}")
+    segments = scores.segments
     if segments is not None and segments.shape != (*leading, positions):
         raise ValueError(f"segments must be [..., J] beside q {q.shape}; got {segments.shape}")
     if segments is not None and not jnp.issubdtype(segments.dtype, jnp.integer):
         raise ValueError(f"segments must be integers; got {segments.dtype}")
-    dtype = jnp.result_type(*(x for x in (q, k, v, g, h) if x is not None))
+    dtype = jnp.result_type(*(getattr(call, name) for name in given))
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"q, k, g, h must be floating; got {dtype}")
-    q, k, v, g, h = (None if x is None else x.astype(dtype) for x in (q, k, v, g, h))
-    return Inputs(q, k, v, g, h, slopes, self_bias, segments)
+    return call.map(lambda x: x.astype(dtype))

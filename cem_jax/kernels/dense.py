@@ -2,62 +2,66 @@
 
 Derivatives, of any order, are JAX's own.
 
-Shapes: B leading axes · J positions (i query, j key) · K heads · R head dim · D model dim.
+Shapes: B leading axes · J positions of queries (i) · C of keys (j), J unless decoding · K heads ·
+R head dim · D model dim.
 """
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels.call import Inputs, accumulator
-
-
-def scores(inputs: Inputs, tau: float) -> jax.Array:
-    """s_ijk = (k_jk·q_ik + g_i·h_j)/τ − m_k(i−j) + β_k[i=j], −∞ for hidden j. [..., K, J, J]."""
-    q, k, _, g, h, slopes, self_bias, segments = inputs
-    dtype = accumulator(q.dtype)
-    product = dict(preferred_element_type=dtype)
-    s_BKIJ = jnp.einsum("...ikr,...jkr->...kij", q, k, **product)
-    if g is not None:
-        per_head = g.ndim == q.ndim
-        diagonal = jnp.einsum(
-            "...ikd,...jd->...kij" if per_head else "...id,...jd->...ij", g, h, **product
-        )
-        s_BKIJ += diagonal if per_head else diagonal[..., None, :, :]
-    s_BKIJ /= tau
-    i, j = jnp.arange(q.shape[-3])[:, None], jnp.arange(q.shape[-3])[None, :]
-    bias_KIJ = jnp.zeros((1, 1, 1), dtype)
-    if slopes is not None:
-        bias_KIJ = bias_KIJ - slopes.astype(dtype)[:, None, None] * (i - j)[None]
-    if self_bias is not None:
-        beta_K11 = self_bias.astype(dtype)[:, None, None]
-        bias_KIJ = bias_KIJ + jnp.where((i == j)[None], beta_K11, 0.0)
-    visible = jnp.expand_dims(j <= i, range(s_BKIJ.ndim - 2))
-    if segments is not None:
-        same = segments[..., :, None] == segments[..., None, :]
-        visible = visible & same[..., None, :, :]
-    bias = jnp.expand_dims(bias_KIJ, range(s_BKIJ.ndim - 3))
-    return jnp.where(visible, s_BKIJ + bias, -jnp.inf)
+from cem_jax.kernels.call import Call, Options, Outputs, accumulator, in_front, visible
 
 
-def log_partition(inputs: Inputs, tau: float) -> jax.Array:
-    """lse_ik = log Σ_j exp s_ijk. [..., K, J]."""
-    return jax.nn.logsumexp(scores(inputs, tau), axis=-1)
+def scores(
+    call: Call, options: Options, start: Int[Array, ""] | int = 0
+) -> Float[Array, "*B K J C"]:
+    """Return s_ijk of `call.Scores`, −∞ for hidden j. The first query is at position `start`."""
+    q, k, _, g, h, terms = call
+    product = dict(preferred_element_type=accumulator(q.dtype))
+    s_BKJC = jnp.einsum("...ikr,...jkr->...kij", q, k, **product)
+    if call.per_head:
+        s_BKJC += jnp.einsum("...ikd,...jd->...kij", g, h, **product)
+    elif g is not None:
+        s_BKJC += jnp.einsum("...id,...jd->...ij", g, h, **product)[..., None, :, :]
+    s_BKJC /= options.tau
+    i, j = start + jnp.arange(q.shape[-3]), jnp.arange(k.shape[-3])
+    distance_JC = i[:, None] - j[None, :]
+    seen = visible(distance_JC, terms.segments, terms.segments)
+    s_BKJC += in_front(terms.bias(distance_JC, s_BKJC.dtype), s_BKJC.ndim)
+    return jnp.where(in_front(seen, s_BKJC.ndim), s_BKJC, -jnp.inf)
 
 
-def attend(
-    inputs: Inputs, tau: float, context: str
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """(lse, o, a): `blockwise.attend` with the probabilities written out."""
-    s_BKIJ = scores(inputs, tau)
-    lse_BKJ = jax.nn.logsumexp(s_BKIJ, axis=-1)
-    p_BKIJ = jnp.exp(s_BKIJ - lse_BKJ[..., None]).astype(inputs.q.dtype)
-    product = dict(preferred_element_type=s_BKIJ.dtype)
-    values = inputs.k if inputs.v is None else inputs.v
-    o_BJKR = jnp.einsum("...kij,...jkr->...ikr", p_BKIJ, values, **product)
+def log_partition(call: Call, options: Options) -> Float[Array, "*B K J"]:
+    """Return lse_ik = log Σ_j exp s_ijk."""
+    return jax.nn.logsumexp(scores(call, options), axis=-1)
+
+
+def attend(call: Call, options: Options, start: Int[Array, ""] | int = 0) -> Outputs:
+    """Return what `kernels.attend` does, with the probabilities written out."""
+    s_BKJC = scores(call, options, start)
+    lse_BKJ = jax.nn.logsumexp(s_BKJC, axis=-1)
+    p_BKJC = jnp.exp(s_BKJC - lse_BKJ[..., None]).astype(call.q.dtype)
+    product = dict(preferred_element_type=s_BKJC.dtype)
+    values = call.k if call.v is None else call.v
+    o_BJKR = jnp.einsum("...kij,...jkr->...ikr", p_BKJC, values, **product)
     a = None
-    if context == "summed":
-        a = jnp.einsum("...kij,...jd->...id", p_BKIJ, inputs.h, **product)
-    elif context == "per_head":
+    if options.average == "summed":
+        a = jnp.einsum("...kij,...jd->...id", p_BKJC, call.h, **product)
+    elif options.average == "per_head":
         # heads first: XLA on CPU cannot write a bfloat16 product's float32 sums in another order
-        a = jnp.swapaxes(jnp.einsum("...kij,...jd->...kid", p_BKIJ, inputs.h, **product), -3, -2)
-    return lse_BKJ, o_BJKR, a
+        a = jnp.swapaxes(jnp.einsum("...kij,...jd->...kid", p_BKJC, call.h, **product), -3, -2)
+    return Outputs(lse_BKJ, o_BJKR, a)
+
+
+def attend_cached(call: Call, options: Options, start: Int[Array, ""] | int) -> Outputs:
+    """Return `attend` for N new queries at positions start … start+N−1 of a cache: decoding.
+
+    q and g have the N new positions, k, h and v the cache's. A query does not see what the cache
+    holds behind its own position. Raises ValueError where these positions are not all in the cache,
+    unless `start` is traced: then the caller sees to it.
+    """
+    new, length = call.q.shape[1], call.k.shape[1]
+    if not isinstance(start, jax.core.Tracer) and not 0 <= int(start) <= length - new:
+        raise ValueError(f"{new} positions from {start} on do not fit a cache of {length}")
+    return attend(call, options, start)

@@ -1,178 +1,314 @@
-"""One differentiable attention over several implementations.
+"""The log-partition function, its derivatives, and which implementation computes them.
 
-An implementation is a module with two pure functions and, if fused, an objection:
+A loss that is trained on goes through the same kernels at three levels, each a custom_vjp here.
 
-    forward(inputs, plan) -> (lse, o, a)
-    backward(inputs, plan, lse, o, a, (dlse, do, da)) -> gradients, an `Inputs`
-    obstacle(inputs, plan) -> why it cannot serve this call, or None
+1. `_log_partition`, lse. Asked by an energy: `force_on_query` differentiates −τ Σ_k lse_ik with
+   respect to q, and to g where the diagonal's gradient is in the update. That derivative is
+   attention itself,
 
-Where it can work for some of a sequence's queries, both functions take their `Chunks` at last.
-What is kept between the two passes is what the backward pass takes: the inputs, lse, o, a.
+       ∂lse_ik/∂q_ik = o_ik/τ        ∂lse_ik/∂g_ik = a_ik/τ
+
+   so its forward pass runs one kernel, which returns lse, o and a, and its backward pass only
+   multiplies. With `update="closed_form"` a layer asks for `attend` and there is no level 1. Other
+   gradients of lse than these two go through level 2.
+
+2. `_attend`, (lse, o, a). Asked by training: the loss's gradient reaches the o and a of level 1, or
+   of `attend`, and from there q, k, v, g, h and the biases. It keeps the call and its outputs (what
+   `OUTPUT` names for rematerialization) and runs the backward kernel of the same implementation.
+
+3. `_attend_backward`, the gradients. Asked by a derivative of training's gradient: Hessians, tests,
+   and nothing in training. Backward kernels have no derivative of their own, so here it is that of
+   blockwise's backward pass, plain JAX, which has every further one too.
+
+Levels 2 and 3 choose the implementation when they are traced: the fused kernels of the platform
+that the program is compiled for where these can serve the call, else blockwise, each on its part of
+the mesh in use. "dense" is outside all this: plain JAX at every level and in both modes.
+
+Every function takes (call, options, …). Shapes: B leading axes · J positions · K heads ·
+R head dim · D model dim.
 """
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
-from importlib import import_module
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import CustomVJPPrimal
+from jaxtyping import Array, Float, Int
 
-from cem_jax.kernels import blockwise, dense, split_positions
-from cem_jax.kernels.call import Inputs, Plan
-from cem_jax.kernels.over_mesh import (
-    Split,
-    backward_over_mesh,
-    forward_over_mesh,
-    share,
-    split_in_use,
-)
+from cem_jax.kernels import blockwise, dense
+from cem_jax.kernels.call import Call, Implementation, Options, Outputs, Scores, checked
+from cem_jax.kernels.over_mesh import over_mesh
+from cem_jax.sharding.layout import split_in_use
 
-# "pallas" is the fused kernel of the platform that the program is compiled for
-IMPLEMENTATIONS = ("auto", "dense", "blockwise", "pallas")
-# for `jax.checkpoint` policies: what is dear to compute again and cheap to keep, lse, o and a
+# for `jax.checkpoint` policies: lse, o and a, expensive to compute again and cheap to keep
 OUTPUT = "attention"
-FUSED_PLATFORMS = {"tpu": "tpu", "cuda": "gpu"}  # platform: module
-
-_OVER_MESH = {"forward": forward_over_mesh, "backward": backward_over_mesh}
 _log = logging.getLogger(__name__)
 
 
 class Unavailable(ValueError):
-    """It was demanded and cannot run, or `mesh.context` cannot split the call; why is said."""
+    """The requested implementation cannot run this call, or the mesh cannot split its positions.
+
+    The message says why.
+    """
 
 
-def attend(implementation: str, inputs: Inputs, plan: Plan):
-    """(lse, o, a) of `kernels.attend`, with any leading axes."""
-    if implementation == "dense":
-        return dense.attend(inputs, plan.tau, plan.context)
-    leading = inputs.q.shape[:-3]
-    lse, o, a = _attend(implementation, plan, _one_leading_axis(inputs))
-    restore = lambda x: x.reshape(*leading, *x.shape[1:])
-    return restore(lse), restore(o), None if a is None else restore(a)
+def log_partition(
+    q: Float[Array, "*B J K R"],
+    k: Float[Array, "*B J K R"],
+    g: Float[Array, "*B J D"] | Float[Array, "*B J K D"] | None = None,
+    h: Float[Array, "*B J D"] | None = None,
+    *,
+    tau: float,
+    slopes: Float[Array, " K"] | None = None,
+    self_bias: Float[Array, " K"] | None = None,
+    segments: Int[Array, "*B J"] | None = None,
+    implementation: str = "auto",
+    block_sizes: tuple[int, int] | None = None,
+    interpret: bool | None = None,
+) -> Float[Array, "*B K J"]:
+    """Return lse_ik = log Σ_{j≤i} exp s_ijk (`call.Scores`), in float32 (float64 for float64).
+
+    Differentiable in every floating argument, twice. A position sees itself and what is before it,
+    within its own segment where `segments` are given. `g` = d∘u and `h` carry the diagonal of the
+    interaction matrix; a `g` without head axis is shared by the heads, its tile computed once.
+    `implementation`: dense (every score written out), blockwise (O(J) memory, any platform), pallas
+    (the fused kernel of a TPU or a GPU), or auto: fused where that can be, else blockwise.
+    `block_sizes`: positions of a query and a key block. `interpret`: run the TPU kernel in Pallas'
+    interpreter. `tau` is a number, not differentiated. Raises ValueError on shapes that do not fit,
+    `Unavailable` where pallas is requested and cannot run.
+    """
+    call = Call(q=q, k=k, g=g, h=h, scores=Scores(slopes, self_bias, segments))
+    options = Options(
+        tau, implementation=implementation, block_sizes=block_sizes, interpret=interpret
+    )
+    return _differentiable(options).log_partition(checked(call), options, False)
 
 
-def _one_leading_axis(inputs: Inputs) -> Inputs:
-    count = inputs.q.ndim - 3
-    flat = lambda x: None if x is None else x.reshape(-1, *x.shape[count:])
-    return Inputs(*map(flat, inputs[:5]), inputs.slopes, inputs.self_bias, flat(inputs.segments))
+def total_log_partition(call: Call, options: Options) -> Float[Array, "*B J"]:
+    """Return Σ_k lse_ik, all an energy needs.
+
+    Since the heads are summed, the derivative with respect to a shared `g` is one vector
+    Σ_k Σ_j α_ijk h_j per position, instead of one for each head. Raises as `log_partition` does.
+    """
+    return _differentiable(options).log_partition(checked(call), options, True)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(implementation: str, plan: Plan, inputs: Inputs):
-    return _compute(implementation, plan, "forward", inputs)
+def attend(call: Call, options: Options) -> Outputs:
+    """Return lse, o and a: what the derivatives of the log-partition function are made of.
+
+    Raises as `log_partition` does, and ValueError where `options.average` has no h to average.
+    """
+    call = checked(call)
+    if options.average != "none" and call.h is None:
+        raise ValueError(f"average={options.average!r} averages h, which is not given")
+    return _differentiable(options).attend(call, options)
 
 
-def _keep(implementation: str, plan: Plan, inputs: Inputs):
-    outputs = _attend(implementation, plan, inputs)  # so that this pass has a derivative too
+class _Differentiable(NamedTuple):
+    """Two functions of (call, options) that JAX can differentiate."""
+
+    log_partition: Callable[[Call, Options, bool], Array]  # the last: summed over heads
+    attend: Callable[[Call, Options], Outputs]
+
+
+def _differentiable(options: Options) -> _Differentiable:
+    return _DENSE if options.implementation == "dense" else _CHOSEN
+
+
+def _dense_log_partition(call: Call, options: Options, head_sum: bool):
+    lse_BKJ = dense.log_partition(call, options)
+    return lse_BKJ.sum(-2) if head_sum else lse_BKJ
+
+
+def _attend_leading(call: Call, options: Options) -> Outputs:
+    """`_attend` with any leading axes."""
+    leading = call.q.shape[:-3]
+    flat = lambda x: x.reshape(-1, *x.shape[len(leading) :])
+    restored = lambda x: x.reshape(*leading, *x.shape[1:])
+    scores = call.scores
+    if scores.segments is not None:
+        scores = scores._replace(segments=flat(scores.segments))
+    return jax.tree.map(restored, _attend(call.map(flat)._replace(scores=scores), options))
+
+
+# Level 1: the log-partition function.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _log_partition(call: Call, options: Options, head_sum: bool):
+    lse_BKJ = _attend_leading(call, options).lse
+    return lse_BKJ.sum(-2) if head_sum else lse_BKJ
+
+
+def _log_partition_forward(primals: Call, options: Options, head_sum: bool):
+    is_primal = lambda x: isinstance(x, CustomVJPPrimal)
+    call = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
+    paths = jax.tree_util.tree_leaves_with_path(primals, is_leaf=is_primal)
+    asked = {path[0].name for path, p in paths if p.perturbed}
+    # An energy's gradient with respect to the state asks for q, perhaps g: then attention itself is
+    # the derivative. Anything else takes attention's own backward pass.
+    shared_g = call.g is not None and not call.per_head
+    if asked <= {"q", "g"} and (head_sum or not shared_g or "g" not in asked):
+        if "g" in asked:
+            options = replace(options, average="summed" if shared_g else "per_head")
+        outputs = _attend_leading(call, options)
+        lse_BKJ, kept = outputs.lse, (call, outputs, None)
+    else:
+        alone = lambda call: _attend_leading(call, options).lse
+        lse_BKJ, pull_back = jax.vjp(alone, call)
+        kept = (call, None, pull_back)
+    return (lse_BKJ.sum(-2) if head_sum else lse_BKJ), kept
+
+
+def _log_partition_backward(options: Options, head_sum: bool, kept, lse_bar):
+    call, outputs, pull_back = kept
+    bar_BKJ = lse_bar
+    if head_sum:
+        shape = (*lse_bar.shape[:-1], call.q.shape[-2], lse_bar.shape[-1])
+        bar_BKJ = jnp.broadcast_to(lse_bar[..., None, :], shape)
+    if pull_back is not None:
+        return pull_back(bar_BKJ)
+    scale_BJK1 = jnp.swapaxes(bar_BKJ, -1, -2)[..., None] / options.tau
+    g_bar = None
+    if outputs.a is not None:
+        g_bar = outputs.a * (scale_BJK1 if call.per_head else scale_BJK1[..., 0, :])
+        g_bar = g_bar.astype(call.g.dtype)
+    q_bar = (scale_BJK1 * outputs.o).astype(call.q.dtype)
+    return (Call(q=q_bar, k=None, g=g_bar),)
+
+
+_log_partition.defvjp(_log_partition_forward, _log_partition_backward, symbolic_zeros=True)
+
+
+# Level 2: attention.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend(call: Call, options: Options) -> Outputs:
+    return _forward(call, options)
+
+
+def _keep(call: Call, options: Options):
+    outputs = _attend(call, options)  # so that this pass has a derivative too
     outputs = jax.tree.map(lambda x: checkpoint_name(x, OUTPUT), outputs)
-    return outputs, (inputs, *outputs)
+    return outputs, (call, outputs)
 
 
-def _pull_back(implementation: str, plan: Plan, kept, cotangents):
-    return (_backward(implementation, plan, *kept, cotangents),)
-
-
-_attend.defvjp(_keep, _pull_back)
-
-
-# A fused backward pass has no derivative of its own. Where one is asked for (training does not),
-# it is that of the blockwise one, which is plain JAX.
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _backward(implementation: str, plan: Plan, inputs: Inputs, lse, o, a, cotangents) -> Inputs:
-    return _compute(implementation, plan, "backward", inputs, lse, o, a, cotangents)
-
-
-def _plain_backward(plan: Plan, inputs: Inputs, *rest) -> Inputs:
-    return blockwise.backward(inputs, _plain(plan), *rest)
-
-
-_backward.defvjp(
-    lambda implementation, plan, *kept: (_backward(implementation, plan, *kept), kept),
-    lambda implementation, plan, kept, bar: jax.vjp(partial(_plain_backward, plan), *kept)[1](bar),
+_attend.defvjp(
+    _keep, lambda options, kept, bar: (_attend_backward(kept[0], options, kept[1], bar),)
 )
 
 
-# Jitted, so that the kernels of equal layers and steps are traced once.
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _compute(implementation: str, plan: Plan, direction: str, inputs: Inputs, *rest):
-    return _choose(implementation, plan, inputs, direction)(inputs, *rest)
+# Level 3: attention's backward pass.
 
 
-def _choose(implementation: str, plan: Plan, inputs: Inputs, direction: str):
-    """The forward or the backward function, of the platform that the program is compiled for."""
-    split = split_in_use()
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _attend_backward(call: Call, options: Options, outputs: Outputs, bar: Outputs) -> Call:
+    return _backward(call, options, outputs, bar)
+
+
+def _pull_back_by_blockwise(options: Options, kept, gradients_bar):
+    plain = lambda call, outputs, bar: blockwise.backward(call, options, outputs, bar)
+    return jax.vjp(plain, *kept)[1](gradients_bar)
+
+
+_attend_backward.defvjp(
+    lambda call, options, outputs, bar: (
+        _attend_backward(call, options, outputs, bar),
+        (call, outputs, bar),
+    ),
+    _pull_back_by_blockwise,
+)
+
+_DENSE = _Differentiable(_dense_log_partition, dense.attend)
+_CHOSEN = _Differentiable(_log_partition, _attend_leading)
+
+
+# Which implementation. Jitted, so that the kernels of equal layers and steps are traced once.
+
+
+@partial(jax.jit, static_argnums=1)
+def _forward(call: Call, options: Options) -> Outputs:
+    return _chosen(call, options).forward(call, options)
+
+
+@partial(jax.jit, static_argnums=1)
+def _backward(call: Call, options: Options, outputs: Outputs, bar: Outputs) -> Call:
+    return _chosen(call, options).backward(call, options, outputs, bar)
+
+
+# Imported when used: Pallas takes half a second to import.
+def _on_tpu() -> Implementation:
+    from cem_jax.kernels.tpu.attention import IMPLEMENTATION
+
+    return IMPLEMENTATION
+
+
+def _on_gpu() -> Implementation:
+    from cem_jax.kernels.gpu.attention import IMPLEMENTATION
+
+    return IMPLEMENTATION
+
+
+FUSED_PLATFORMS: dict[str, Callable[[], Implementation]] = {"tpu": _on_tpu, "cuda": _on_gpu}
+
+
+def _chosen(call: Call, options: Options) -> Implementation:
+    """Return the implementation on each platform that the program may be compiled for."""
+    plain, split = blockwise.IMPLEMENTATION, split_in_use()
     if split.ways("sequence") > 1:
-        _check_positions(inputs, split)
-        plain = _over_mesh(blockwise, direction, _plain(plan))
-    else:
-        plain = partial(_run, blockwise, direction, _plain(plan))
-    if implementation == "blockwise":
+        plain = over_mesh(plain)
+        if reason := plain.obstacle(call, options):
+            raise Unavailable(reason)
+    if options.implementation == "blockwise":
         return plain
-    demanded = implementation == "pallas"
-    target = "tpu" if plan.interpret else target_platform()
-    branches = {}
-    for platform, name in FUSED_PLATFORMS.items():
+    demanded = options.implementation == "pallas"
+    target = "tpu" if options.interpret else target_platform()
+    able = {}
+    for platform, load in FUSED_PLATFORMS.items():
         if platform == "cuda" != target:
             continue  # Triton's lowering asks for the GPU it is meant for
-        reason = _obstacle(name, inputs, plan)
+        fused = over_mesh(load()) if split else load()
+        reason = fused.obstacle(call, options)
         if reason is None:
-            branches[platform] = _over_mesh(_module(name), direction, plan)
+            able[platform] = fused
         elif platform == target:
             if demanded:
                 raise Unavailable(f"'pallas' cannot run: {reason}")
             _say_once(f"attention runs blockwise instead of fused: {reason}")
     if not demanded:
-        return partial(_by_platform, branches, plain)
+        return Implementation(
+            _by_platform(plain.forward, {name: x.forward for name, x in able.items()}),
+            _by_platform(plain.backward, {name: x.backward for name, x in able.items()}),
+            plain.obstacle,
+        )
     if target not in FUSED_PLATFORMS:
         raise Unavailable(
             f"'pallas' needs a TPU or a GPU, and this program is for {target}; "
             "'auto' takes what each platform has"
         )
-    return branches[target]
+    return able[target]
 
 
-def _check_positions(inputs: Inputs, split: Split) -> None:
-    reason = split_positions.obstacle(inputs.q.shape[1], split.ways("sequence"))
-    if reason is None and isinstance(part := share(inputs, split), str):
-        reason = part
-    if reason:
-        raise Unavailable(reason)
+def _by_platform(default: Callable, fused: dict[str, Callable]) -> Callable:
+    """One function of (call, options, …) for each platform, chosen when the program is lowered."""
 
+    def run(call, options, *rest):
+        of_arrays = lambda f: lambda call, *rest: f(call, options, *rest)
+        branches = {platform: of_arrays(f) for platform, f in fused.items()}
+        return lax.platform_dependent(call, *rest, default=of_arrays(default), **branches)
 
-def _by_platform(branches, plain, *arguments):
-    return lax.platform_dependent(*arguments, default=plain, **branches)
-
-
-def _run(module, direction: str, plan: Plan, inputs: Inputs, *rest):
-    return getattr(module, direction)(inputs, plan, *rest)
-
-
-def _over_mesh(module, direction: str, plan: Plan):
-    compute, split = getattr(module, direction), split_in_use()
-    if split.ways("sequence") > 1:
-        over = dict(axis=split.axes("sequence"), devices=split.ways("sequence"))
-        compute = partial(getattr(split_positions, direction), compute, **over)
-    return _OVER_MESH[direction](compute, plan)
-
-
-def _module(name: str):
-    return import_module(f"cem_jax.kernels.{name}")
-
-
-def _obstacle(name: str, inputs: Inputs, plan: Plan) -> str | None:
-    part = share(inputs, split_in_use())
-    if isinstance(part, str):
-        return part
-    return _module(name).obstacle(part, plan)
-
-
-def _plain(plan: Plan) -> Plan:
-    return plan._replace(interpret=None)
+    return run
 
 
 def target_platform() -> str:
-    """cpu, tpu or cuda: of the mesh in use where it names a device, else of JAX's own devices."""
+    """Return cpu, tpu or cuda: of the mesh in use where it names a device, else JAX's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return "cuda" if platform == "gpu" else platform

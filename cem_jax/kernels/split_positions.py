@@ -1,75 +1,73 @@
 """Attention with its positions split over devices: each has some queries, and all keys.
 
 Device r of n holds the positions r·J/n … of its arrays. Of 2n chunks of the sequence it would then
-own 2r and 2r+1, and the last device would do most of the causal work. So for attention the chunks
-travel to the devices that work for them (`chunks`), and o travels back. Keys and h are gathered by
-the caller, once for all steps.
+own 2r and 2r+1, and the last device would do most of the causal work. So for attention device r
+works for the chunks r and 2n−1−r: a causal row costs as many tiles as there are keys before it, so
+every device then has the same number of tiles. The chunks travel there, and o travels back. Keys
+and h are gathered by the caller, once for all steps.
 
-Here is what one device does, inside a shard_map; `axis` is the mesh axis, or several, and `compute`
-an implementation's forward or backward function, which takes the chunks too.
+Here is what one device does, inside a shard_map; `axis` is the mesh axis, or several.
 
 Shapes: B batch · J positions, P those of one device · K heads · R head dim · n devices.
 """
 
+import jax
 import numpy as np
 from jax import lax
 
-from cem_jax.kernels.call import Inputs, Plan
-from cem_jax.kernels.chunks import Chunks, balanced
+from cem_jax.kernels.call import Call, Chunks, Implementation, Options, Outputs
 
 
-def forward(compute, inputs: Inputs, plan: Plan, *, axis, devices: int):
-    """(lse [B, K, P], o [B, P, K, R], a) of the queries that this device holds."""
-    chunks = _chunks(inputs, axis, devices)
-    lse, o, a = compute(_travelled(inputs, axis, devices), plan, chunks)
-    back = lambda x, dim: None if x is None else _travel(x, dim, axis, devices, home=True)
-    return back(lse, 2), back(o, 1), back(a, 1)
+def exchanging(
+    implementation: Implementation, *, axis: tuple[str, ...], devices: int
+) -> Implementation:
+    """Run an implementation on balanced chunks of the queries; return each its own positions.
 
-
-def backward(
-    compute, inputs: Inputs, plan: Plan, lse, o, a, cotangents, *, axis, devices: int
-) -> Inputs:
-    """Gradients: of q and g for this device's positions, and so of k, v and h, summed up."""
+    The gradients of k, v and h come summed over devices, each with its own positions of them.
+    """
     there = lambda x, dim: None if x is None else _travel(x, dim, axis, devices)
-    outputs = lambda lse, o, a: (there(lse, 2), there(o, 1), there(a, 1))
-    grads = compute(
-        _travelled(inputs, axis, devices),
-        plan,
-        *outputs(lse, o, a),
-        outputs(*cotangents),
-        _chunks(inputs, axis, devices),
-    )
-    back = lambda x: None if x is None else _travel(x, 1, axis, devices, home=True)
-    scatter = lambda x: (
-        None if x is None else lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
-    )
-    total = lambda x: None if x is None else lax.psum(x, axis)
-    return Inputs(
-        q=back(grads.q),
-        k=scatter(grads.k),
-        v=scatter(grads.v),
-        g=back(grads.g),
-        h=scatter(grads.h),
-        slopes=total(grads.slopes),
-        self_bias=total(grads.self_bias),
-        segments=None,
-    )
+    back = lambda x, dim: None if x is None else _travel(x, dim, axis, devices, home=True)
+
+    def travelled(call: Call) -> Call:
+        return call._replace(q=there(call.q, 1), g=there(call.g, 1))
+
+    def outputs_by(move, outputs: Outputs) -> Outputs:
+        return Outputs(move(outputs.lse, 2), move(outputs.o, 1), move(outputs.a, 1))
+
+    def chunks_of(call: Call) -> Chunks:
+        return balanced(devices, call.q.shape[1] // 2, lax.axis_index(axis))
+
+    def forward(call: Call, options: Options) -> Outputs:
+        chunks = chunks_of(call)
+        return outputs_by(back, implementation.forward(travelled(call), options, chunks))
+
+    def backward(call: Call, options: Options, outputs: Outputs, bar: Outputs) -> Call:
+        outputs, bar = outputs_by(there, outputs), outputs_by(there, bar)
+        chunks = chunks_of(call)
+        grads = implementation.backward(travelled(call), options, outputs, bar, chunks)
+        scatter = lambda x: (
+            None if x is None else lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True)
+        )
+        return Call(
+            q=back(grads.q, 1),
+            k=scatter(grads.k),
+            v=scatter(grads.v),
+            g=back(grads.g, 1),
+            h=scatter(grads.h),
+            scores=jax.tree.map(lambda x: lax.psum(x, axis), grads.scores),
+        )
+
+    return Implementation(forward, backward, implementation.obstacle)
 
 
-def obstacle(positions: int, devices: int) -> str | None:
-    """Why so many positions cannot be split so."""
-    if positions % (2 * devices):
-        return f"{positions} positions do not divide into two chunks for each of {devices} devices"
-    return None
+def balanced(devices: int, length: int, device: int | jax.Array) -> Chunks:
+    """Return the chunks r and 2n−1−r of every device r.
 
-
-def _chunks(inputs: Inputs, axis, devices: int) -> Chunks:
-    return balanced(devices, inputs.q.shape[1] // 2, lax.axis_index(axis))
-
-
-def _travelled(inputs: Inputs, axis, devices: int) -> Inputs:
-    there = lambda x: None if x is None else _travel(x, 1, axis, devices)
-    return inputs._replace(q=there(inputs.q), g=there(inputs.g))
+    The even one is first: it comes out of the first halves of devices' arrays.
+    """
+    pair = lambda r: sorted((r, 2 * devices - 1 - r), key=lambda chunk: chunk % 2)
+    starts = tuple(tuple(chunk * length for chunk in pair(r)) for r in range(devices))
+    return Chunks(starts, length, device)
 
 
 def _travel(x, dim: int, axis, devices: int, home: bool = False):

@@ -4,14 +4,13 @@ Shapes: B batch · J positions · C cache length · N new positions · D model d
 R head dim.
 """
 
-from typing import Any
-
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from cem_jax.config import ModelConfig
 from cem_jax.energy import Rotary, alibi_slopes
+from cem_jax.kernels import Options, Scores
 from cem_jax.model.parameters import constant, matrix
 
 
@@ -21,26 +20,24 @@ class Heads:
     def _add_heads(self, config: ModelConfig, *weights: str, rngs: nnx.Rngs) -> None:
         """Make the [K, R, D] weights of these names, and the learned self bias if configured."""
         c = config.attention
-        self.tau = config.tau
+        self.options = Options(
+            config.tau, implementation=c.implementation, block_sizes=c.block_sizes
+        )
         shape, axes = (c.heads, config.head_dim, config.dim), ("heads", "head_dim", "embed")
         for name in weights:
             setattr(self, name, matrix(rngs, shape, axes, config.init_std))
         self.self_bias = constant(0.0, (c.heads,), ("heads",)) if c.self_bias else None
 
-    def _biases(self) -> dict[str, Any]:
-        """ALiBi's slopes and the self bias, as the kernels take them."""
+    def _scores(self, segments: Int[Array, "*B J"] | None = None) -> Scores:
+        """ALiBi's slopes, the self bias and document ids, as the kernels take them."""
         c = self.settings
         slopes = alibi_slopes(c.heads, c.alibi_slopes) if c.position == "alibi" else None
         bias = None if self.self_bias is None else self.self_bias[...]
-        return dict(slopes=slopes, self_bias=bias)
+        return Scores(slopes=slopes, self_bias=bias, segments=segments)
 
     def _rotary(self, positions: Int[Array, " J"]) -> Rotary | None:
         c = self.settings
         return Rotary(positions, c.rope_base) if c.position == "rope" else None
-
-    def _kernel(self) -> dict[str, Any]:
-        c = self.settings
-        return dict(implementation=c.implementation, block_sizes=c.block_sizes)
 
 
 def extended(

@@ -16,7 +16,7 @@ from cem_jax.config import ModelConfig
 from cem_jax.energy import rotate
 from cem_jax.energy.activation import activation
 from cem_jax.energy.interaction import heads_apart, heads_together
-from cem_jax.kernels import attend, attend_cached
+from cem_jax.kernels import Call, attend, attend_cached
 from cem_jax.model.heads import Heads, extended
 from cem_jax.model.parameters import matrix
 from cem_jax.model.sublayer import ReusedSublayer, positions_of
@@ -42,8 +42,7 @@ class LlamaAttention(Heads, ReusedSublayer):
     ) -> Float[Array, "*B J D"]:
         """Return the attention of h over itself."""
         q, k, v = self._project(h, positions_of(h))
-        scores = dict(tau=self.tau, segments=segments, **self._biases())
-        _, o, _ = attend(q, k, v=v, **scores, **self._kernel())
+        _, o, _ = attend(Call(q, k, v, scores=self._scores(segments)), self.options)
         return heads_together(o.astype(h.dtype), self.output[...])
 
     def cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:
@@ -61,8 +60,8 @@ class LlamaAttention(Heads, ReusedSublayer):
             h = self.context(x)
             q, k, v = self._project(h, positions_of(h, start))
             cache = Cache(extended(cache.k, k, start), extended(cache.v, v, start))
-            scores = dict(tau=self.tau, start=start, **self._biases())
-            o, _ = attend_cached(q, cache.k, v=cache.v, **scores)
+            call = Call(q, cache.k, cache.v, scores=self._scores())
+            _, o, _ = attend_cached(call, self.options, start)
             return x + heads_together(o.astype(h.dtype), self.output[...]), cache
 
         return jax.lax.scan(apply, x, cache)

@@ -19,8 +19,8 @@ from cem_jax.energy import (
     preconditioner_matrix,
 )
 from cem_jax.energy.activation import activation
-from cem_jax.energy.interaction import diagonal_coordinates, energy_of_query, heads_apart
-from cem_jax.kernels import FUSED_PLATFORMS, target_platform
+from cem_jax.energy.interaction import energy_of_query, queries_of
+from cem_jax.kernels import FUSED_PLATFORMS, Options, target_platform
 from cem_jax.verify import plain
 from cem_jax.verify.case import Case, sublayer
 from cem_jax.verify.rows import (
@@ -268,10 +268,10 @@ def _attention_differences(case: Case, p, x, context) -> Iterator[Row]:
 
 def _held_energy(case: Case, moved, p, h, u) -> jax.Array:
     """ε at `moved`, where the diagonal's d∘u stays that of `u`."""
-    layer, frame = attention_frame(case.model, p, h, case.segments_J)
-    g = diagonal_coordinates(u, layer.diagonal[...])
-    q = heads_apart(moved, p["query"])
-    return energy_of_query(q, g, frame.context, tau=case.model.tau, implementation="dense")
+    _, frame = attention_frame(case.model, p, h, case.segments_J)
+    held = queries_of(u, frame.weights)
+    moving = held._replace(q=queries_of(moved, frame.weights).q)
+    return energy_of_query(moving, frame.keys, Options(case.model.tau, implementation="dense"))
 
 
 def _mlp_differences(case: Case, p, x, context) -> Row:

@@ -9,10 +9,10 @@ from cem_jax.energy import (
     Rotary,
     interaction_energy,
     interaction_force,
-    precondition,
     preconditioner_matrix,
 )
-from cem_jax.energy.interaction import context_of, force_on_state
+from cem_jax.energy.interaction import folded_weights, force_on_state, keys_of
+from cem_jax.kernels import Options, Scores
 
 TAU = 1.9
 ROTARY = (np.array([0, 1, 2, 7, 8]), 50.0)
@@ -124,23 +124,15 @@ def test_any_preconditioner_is_applied_from_the_left(x64):
 # What a layer calls: query coordinates, P folded into W^Q.
 
 
-def layer_force(arrays: dict, p: Preconditioner | None, fixed: dict, *, exact: bool, **how):
-    fixed = dict(fixed)
-    tau = fixed.pop("tau")
-    if "rotary" in fixed:
-        fixed["rotary"] = Rotary(*fixed["rotary"])
-    context = context_of(
-        arrays["h"],
-        arrays["key"],
-        diagonal="diagonal" in arrays,
-        slopes=arrays["slopes"],
-        self_bias=arrays["self_bias"],
-        **fixed,
-    )
-    folded = precondition(arrays["query"], p)
-    diagonal = arrays.get("diagonal")
+def layer_force(arrays: dict, p: Preconditioner | None, fixed: dict, *, exact, update, **how):
+    rotary = Rotary(*fixed["rotary"]) if "rotary" in fixed else None
+    scores = Scores(arrays["slopes"], arrays["self_bias"], fixed.get("segments"))
+    diagonal = "diagonal" in arrays
+    keys = keys_of(arrays["h"], arrays["key"], diagonal=diagonal, scores=scores, rotary=rotary)
+    weights = folded_weights(arrays["query"], arrays.get("diagonal"), p)
+    options = Options(fixed["tau"], **how)
     return force_on_state(
-        arrays["u"], context, arrays["query"], folded, diagonal, p, exact=exact, tau=tau, **how
+        arrays["u"], keys, weights, options, diagonal_in_update=exact, update=update
     )
 
 

@@ -6,69 +6,70 @@ Shapes: B batch · J positions · K heads · R head dim · D model dim.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attention_oracle import compiled_quickly, random_inputs
+from attention_oracle import call_of, compiled_quickly, random_inputs
 from jax.experimental.pallas import tpu as pltpu
 
 from cem_jax.kernels import dense
-from cem_jax.kernels.call import Inputs, Plan
+from cem_jax.kernels.call import Call, Implementation, Options, Outputs, Scores
 
 TAU = 6.0
 # The interpreter runs a program at a time, so tests take small tiles where they may
 SMALL = (32, 16)
 
 
-def draw(positions, *, dtype=jnp.float32, batch=1, width=28, dim=40, **what) -> Inputs:
+def draw(positions, *, dtype=jnp.float32, batch=1, width=28, dim=40, **what) -> Call:
     """As `random_inputs`, with a batch."""
     drawn = random_inputs(
         np.random.default_rng(positions), positions, leading=(batch,), width=width, dim=dim, **what
     )
     wide = {n: jnp.asarray(x, None if n == "segments" else jnp.float32) for n, x in drawn.items()}
     low = {n: x.astype(dtype) if n in "qkvgh" else x for n, x in wide.items()}
-    return Inputs(**dict.fromkeys(Inputs._fields) | low)
+    return call_of(**low)
 
 
-def cotangents(inputs: Inputs, context: str):
-    """(dlse, do, da), drawn."""
+def cotangents(call: Call, average: str) -> Outputs:
+    """Gradients of the outputs, drawn."""
     rng = np.random.default_rng(1)
     normal = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    batch, positions, heads, _ = inputs.q.shape
-    da = None if context == "none" else normal((batch, positions, inputs.h.shape[-1]))
-    return normal((batch, heads, positions)), normal(inputs.q.shape), da
+    batch, positions, heads, _ = call.q.shape
+    a = None if average == "none" else normal((batch, positions, call.h.shape[-1]))
+    return Outputs(normal((batch, heads, positions)), normal(call.q.shape), a)
 
 
-def fused(module, plan: Plan):
-    """inputs, cotangents → ((lse, o, a), gradients) by the kernels of a module."""
+def fused(kernels: Implementation, options: Options):
+    """call, cotangents → (outputs, gradients) by the kernels."""
 
-    def both(inputs, bar):
-        outputs = module.forward(inputs, plan)
-        return outputs, module.backward(inputs, plan, *outputs, bar)
+    def both(call, bar):
+        outputs = kernels.forward(call, options)
+        return outputs, kernels.backward(call, options, outputs, bar)
 
     return both
 
 
-def plain(plan: Plan):
+def plain(options: Options):
     """The same by automatic differentiation of `dense`."""
 
-    def both(inputs, bar):
+    def both(call, bar):
+        segments = call.scores.segments
         attend = lambda t: dense.attend(
-            t._replace(segments=inputs.segments), plan.tau, plan.context
+            t._replace(scores=t.scores._replace(segments=segments)), options
         )
-        outputs, pull_back = jax.vjp(attend, inputs._replace(segments=None))
+        outputs, pull_back = jax.vjp(attend, call.floating)
         return outputs, pull_back(bar)[0]
 
     return both
 
 
-def score_gradient_sizes(inputs: Inputs, plan: Plan, bar):
+def score_gradient_sizes(call: Call, options: Options, bar: Outputs):
     """Σ|dS| and Σ(i − j)|dS| by head: what the gradients of β and m are sums of. [K] each."""
-    s_BKIJ = dense.scores(inputs, plan.tau)
+    s_BKIJ = dense.scores(call, options)
 
     def from_scores(s):
         lse = jax.nn.logsumexp(s, axis=-1)
         p = jnp.exp(s - lse[..., None])
-        values = inputs.k if inputs.v is None else inputs.v
-        a = None if plan.context == "none" else jnp.einsum("bkij,bjd->bid", p, inputs.h)
-        return lse, jnp.einsum("bkij,bjkr->bikr", p, values), a
+        values = call.k if call.v is None else call.v
+        a = None if options.average == "none" else jnp.einsum("bkij,bjd->bid", p, call.h)
+        return Outputs(lse, jnp.einsum("bkij,bjkr->bikr", p, values), a)
 
     visible = jnp.isfinite(s_BKIJ)
     (ds,) = jax.vjp(from_scores, s_BKIJ)[1](bar)
@@ -83,15 +84,20 @@ def relative(found, expected) -> float:
     return np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30)
 
 
-def run(module, inputs: Inputs, context="none", blocks=SMALL, interpret=True):
-    """((lse, o, a), gradients) by the kernels."""
-    plan = Plan(TAU, context, blocks, interpret)
-    assert module.obstacle(inputs, plan) is None
-    bar = cotangents(inputs, context)
-    return compiled_quickly(fused(module, plan), inputs, bar)(inputs, bar)
+def interpreted(average="none", blocks=SMALL, interpret=True) -> Options:
+    """Options of the kernels in Pallas' interpreter."""
+    return Options(TAU, average, "pallas", blocks, interpret)
 
 
-def run_watched(capfd, caplog, module, inputs: Inputs, context, blocks):
+def run(kernels: Implementation, call: Call, average="none", blocks=SMALL, interpret=True):
+    """(outputs, gradients) by the kernels."""
+    options = interpreted(average, blocks, interpret)
+    assert kernels.obstacle(call, options) is None
+    bar = cotangents(call, average)
+    return compiled_quickly(fused(kernels, options), call, bar)(call, bar)
+
+
+def run_watched(capfd, caplog, kernels: Implementation, call: Call, average, blocks):
     """As `run`, on a TPU's interpreter: memory is NaN before it is written, and no copy races."""
     params = pltpu.InterpretParams(
         detect_races=True,
@@ -99,17 +105,18 @@ def run_watched(capfd, caplog, module, inputs: Inputs, context, blocks):
         dma_execution_mode="eager",  # a copy's time is its start, not when it is waited for
         vector_clock_size=64,  # with the default's few, copies seem to be ordered that are not
     )
-    found = jax.block_until_ready(run(module, inputs, context, blocks, params))
+    found = jax.block_until_ready(run(kernels, call, average, blocks, params))
     # printed by older versions of JAX, logged by newer ones
     assert "RACE" not in capfd.readouterr().out + caplog.text
     return found
 
 
-def check(module, inputs: Inputs, context="none", blocks=SMALL, tolerance=1e-5) -> None:
+def check(kernels: Implementation, call: Call, average="none", blocks=SMALL) -> None:
     """Outputs and gradients of the kernels are those of `dense`."""
-    outputs, gradients = run(module, inputs, context, blocks)
-    plan, bar = Plan(TAU, context), cotangents(inputs, context)
-    expected, expected_gradients = compiled_quickly(plain(plan), inputs, bar)(inputs, bar)
+    tolerance = 1e-5
+    outputs, gradients = run(kernels, call, average, blocks)
+    options, bar = Options(TAU, average), cotangents(call, average)
+    expected, expected_gradients = compiled_quickly(plain(options), call, bar)(call, bar)
     for name, x, y in zip(("lse", "o", "a"), outputs, expected, strict=True):
         assert (x is None) == (y is None)
         assert x is None or (x.shape == y.shape and relative(x, y) <= tolerance), name
@@ -117,9 +124,9 @@ def check(module, inputs: Inputs, context="none", blocks=SMALL, tolerance=1e-5) 
     for name in ("q", "k", "v", "g", "h"):
         x, y = getattr(gradients, name), getattr(expected_gradients, name)
         assert x is None or (x.dtype == y.dtype and relative(x, y) <= tolerance), name
-    sizes = jax.jit(lambda t, bar: score_gradient_sizes(t, plan, bar))(inputs, bar)
+    sizes = jax.jit(lambda t, bar: score_gradient_sizes(t, options, bar))(call, bar)
     for name, size in zip(("self_bias", "slopes"), sizes, strict=True):
-        x, y = getattr(gradients, name), getattr(expected_gradients, name)
+        x, y = getattr(gradients.scores, name), getattr(expected_gradients.scores, name)
         if x is not None:
             assert (np.abs(x - y) <= tolerance * np.asarray(size)).all(), name
 
@@ -130,7 +137,7 @@ def on_device(kind: str):
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
-def shapes(positions, *, heads, width, dtype=jnp.bfloat16, batch=2, diagonal="shared") -> Inputs:
+def shapes(positions, *, heads, width, dtype=jnp.bfloat16, batch=2, diagonal="shared") -> Call:
     """Of a call with biases and documents."""
     of = lambda *shape, t=dtype: jax.ShapeDtypeStruct((batch, positions, *shape), t)
     dim = heads * width
@@ -138,4 +145,4 @@ def shapes(positions, *, heads, width, dtype=jnp.bfloat16, batch=2, diagonal="sh
     scalars = jax.ShapeDtypeStruct((heads,), jnp.float32)
     h = None if g is None else of(dim)
     each = of(heads, width)
-    return Inputs(each, each, None, g, h, scalars, scalars, of(t=jnp.int32))
+    return Call(q=each, k=each, g=g, h=h, scores=Scores(scalars, scalars, of(t=jnp.int32)))

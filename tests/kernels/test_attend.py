@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import attention, compiled_quickly, random_inputs
+from attention_oracle import attend, attention, call_of, compiled_quickly, random_inputs
 
-from cem_jax.kernels import attend, attend_cached
+from cem_jax.kernels import Options, attend_cached
 
 TAU = 1.3
 CASES = {
@@ -20,30 +20,30 @@ CASES = {
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
 @pytest.mark.parametrize("name", CASES)
 def test_averages_are_those_of_the_loops(x64, name, implementation):
-    sizes, context = CASES[name]
+    sizes, average = CASES[name]
     inputs = random_inputs(np.random.default_rng(0), **sizes)
-    how = dict(tau=TAU, context=context, implementation=implementation, block_sizes=(4, 3))
+    how = dict(tau=TAU, average=average, implementation=implementation, block_sizes=(4, 3))
     lse, o, a = compiled_quickly(lambda t: attend(**t, **how), inputs)(inputs)
     expected_lse, expected_o, expected_a = attention(**inputs, tau=TAU)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-12)
     np.testing.assert_allclose(o, expected_o, rtol=1e-12)
-    if context == "none":
+    if average == "none":
         assert a is None
     else:
-        expected_a = expected_a.sum(-2) if context == "summed" else expected_a
+        expected_a = expected_a.sum(-2) if average == "summed" else expected_a
         np.testing.assert_allclose(a, expected_a, rtol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["values", "summed", "summed of per-head", "per-head"])
 def test_blockwise_gradients_are_those_of_dense(x64, name):
-    sizes, context = CASES[name]
+    sizes, average = CASES[name]
     rng = np.random.default_rng(1)
     inputs = random_inputs(rng, **sizes)
     segments = inputs.pop("segments", None)
 
     def gradients(implementation):
         f = lambda t: attend(
-            **t, segments=segments, tau=TAU, context=context, implementation=implementation,
+            **t, segments=segments, tau=TAU, average=average, implementation=implementation,
             block_sizes=(4, 3),
         )  # fmt: skip
         loss = lambda t: sum(jnp.sin(x + 1).sum() for x in jax.tree.leaves(f(t)))
@@ -54,16 +54,16 @@ def test_blockwise_gradients_are_those_of_dense(x64, name):
         np.testing.assert_allclose(blockwise[n], expected, rtol=1e-10, atol=1e-12, err_msg=n)
 
 
-@pytest.mark.parametrize("context", ["summed", "per_head"])
-def test_bfloat16_products_sum_in_float32(context):
+@pytest.mark.parametrize("average", ["summed", "per_head"])
+def test_bfloat16_products_sum_in_float32(average):
     """Every product of both implementations and its gradient: XLA on CPU lacks some of them."""
-    diagonal = "shared" if context == "summed" else "per_head"
+    diagonal = "shared" if average == "summed" else "per_head"
     inputs = random_inputs(np.random.default_rng(3), 4, leading=(2,), diagonal=diagonal)
     low = {n: jnp.asarray(x, jnp.bfloat16) for n, x in inputs.items()}
     found = {}
     for implementation in ("dense", "blockwise"):
         f = lambda t, name=implementation: attend(
-            **t, tau=TAU, context=context, implementation=name
+            **t, tau=TAU, average=average, implementation=name
         )
         loss = lambda t, f=f: sum(jnp.sin(x).sum() for x in jax.tree.leaves(f(t)))
         both = jax.jit(lambda t, f=f, loss=loss: (f(t), jax.grad(loss)(t)))
@@ -82,11 +82,11 @@ def test_bfloat16_products_sum_in_float32(context):
 @pytest.mark.parametrize("name", ["values", "summed", "per-head"])
 def test_over_a_cache(x64, name):
     """The last two queries, over a cache whose unwritten part holds anything."""
-    sizes, context = CASES[name]
+    sizes, average = CASES[name]
     inputs = random_inputs(
         np.random.default_rng(4), **{**sizes, "leading": (2,), "segments": False}
     )
-    _, o, a = jax.jit(lambda t: attend(**t, tau=TAU, context=context, implementation="dense"))(
+    _, o, a = jax.jit(lambda t: attend(**t, tau=TAU, average=average, implementation="dense"))(
         inputs
     )
     start = inputs["q"].shape[1] - 2
@@ -95,9 +95,11 @@ def test_over_a_cache(x64, name):
         if n in inputs:
             cached[n] = np.concatenate([inputs[n], np.full_like(inputs[n], 1e3)], axis=1)
     biases = {n: inputs[n] for n in ("slopes", "self_bias")}
-    how = dict(start=jnp.asarray(start), tau=TAU, context=context)
-    over_the_cache = jax.jit(lambda t: attend_cached(**t, **biases, **how))
-    found_o, found_a = over_the_cache(cached)
+    options = Options(TAU, average)
+    over_the_cache = jax.jit(
+        lambda t: attend_cached(call_of(**t, **biases), options, jnp.asarray(start))
+    )
+    _, found_o, found_a = over_the_cache(cached)
     np.testing.assert_allclose(found_o, o[:, start:], rtol=1e-11)
     assert (found_a is None) == (a is None)
     if a is not None:
@@ -110,15 +112,13 @@ def test_over_a_cache(x64, name):
 def test_refusals():
     q = np.zeros((3, 2, 4), np.float32)
     with pytest.raises(ValueError, match="averages h"):
-        attend(q, q, tau=TAU, context="summed")
+        attend(q=q, k=q, tau=TAU, average="summed")
     with pytest.raises(ValueError, match="v must be"):
-        attend(q, q, tau=TAU, v=q[..., :1])
-    for context in ("sum", None):
+        attend(q=q, k=q, tau=TAU, v=q[..., :1])
+    for average in ("sum", None):
         with pytest.raises(ValueError, match="none, summed, per_head"):
-            attend(q, q, q, q[:, 0], tau=TAU, context=context)
+            Options(TAU, average)
     q = q[None]
-    with pytest.raises(ValueError, match="none, summed, per_head"):
-        attend_cached(q, q, start=0, tau=TAU, context="sum")
     for start in (-1, 1):
         with pytest.raises(ValueError, match="cache of 3"):
-            attend_cached(q, q, start=start, tau=TAU)
+            attend_cached(call_of(q=q, k=q), Options(TAU), start)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import random_inputs
+from attention_oracle import attend, random_inputs, total_log_partition
 
-from cem_jax.kernels import Unavailable, attend, dispatch, log_partition, total_log_partition
+from cem_jax.kernels import Unavailable, dispatch, log_partition
 
 TPU = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
 GPU = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
@@ -49,7 +49,7 @@ def test_auto_falls_back_with_one_logged_reason(caplog):
         for _ in range(2):
             text = lowered(inputs, "tpu").as_text()
             assert "tpu_custom_call" not in text
-            dispatch._compute.clear_cache()
+            dispatch._forward.clear_cache()
     assert len(caplog.records) == 1
     assert "blockwise" in caplog.text and "float64" in caplog.text
 
@@ -62,7 +62,7 @@ def test_pallas_demanded_where_it_cannot_run_says_why(x64):
     with on(TPU), pytest.raises(Unavailable, match="float64"):
         lowered(inputs, "tpu", implementation="pallas")
     with on(TPU), pytest.raises(Unavailable, match="each"):
-        how = dict(tau=1.0, context="per_head", implementation="pallas")
+        how = dict(tau=1.0, average="per_head", implementation="pallas")
         jax.jit(lambda t: attend(**t, **how)).lower(shared())
 
 

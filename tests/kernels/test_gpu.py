@@ -1,20 +1,29 @@
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fused_cases import SMALL, TAU, check, cotangents, draw, fused, plain, relative
+from fused_cases import (
+    SMALL,
+    TAU,
+    check,
+    cotangents,
+    draw,
+    fused,
+    interpreted,
+    plain,
+    relative,
+)
 from jax.experimental.pallas import triton
 
-from cem_jax.kernels import Unavailable, gpu, log_partition
-from cem_jax.kernels.call import Plan
+from cem_jax.kernels import Options, Unavailable, log_partition
+from cem_jax.kernels.gpu.attention import IMPLEMENTATION
 
 WIDTHS = (28, 56, 64, 72, 84)
 POSITIONS = (1, 5, 127, 128, 129, 200, 256)
 SHARED = dict(diagonal="shared")
-# Every width, number of positions, diagonal, bias, mask and context at least once, blocks chosen
+# Every width, number of positions, diagonal, bias, mask and average at least once, blocks chosen
 # and given, queries' larger than keys' and the other way round.
 CASES = {
     "J1": (1, dict(width=56, **SHARED), "none", None),
@@ -33,26 +42,26 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_and_its_gradients_are_those_of_dense(name):
-    positions, what, context, blocks = CASES[name]
-    check(gpu, draw(positions, **what), context, blocks)
+    positions, what, average, blocks = CASES[name]
+    check(IMPLEMENTATION, draw(positions, **what), average, blocks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
-    ("diagonal", "context"),
+    ("diagonal", "average"),
     [("none", "none"), ("shared", "none"), ("shared", "summed"), ("per_head", "none")],
 )
-def test_every_width_and_number_of_positions(positions, width, diagonal, context):
+def test_every_width_and_number_of_positions(positions, width, diagonal, average):
     for both in (False, True):
         inputs = draw(positions, width=width, diagonal=diagonal, segments=both, values=both)
-        check(gpu, inputs, context, blocks=None)
+        check(IMPLEMENTATION, inputs, average, blocks=None)
 
 
 @pytest.mark.parametrize("common", [0.0, 4.0], ids=["", "large scores"])
-@pytest.mark.parametrize("context", ["none", "summed"])
-def test_bfloat16_is_as_exact_as_unfused(context, common):
+@pytest.mark.parametrize("average", ["none", "summed"])
+def test_bfloat16_is_as_exact_as_unfused(average, common):
     """Errors against float32 on the rounded inputs, beside those of XLA's own bfloat16.
 
     lse has that of a tile in float16, half a unit in the eleventh digit of a score. `common`: to
@@ -61,12 +70,15 @@ def test_bfloat16_is_as_exact_as_unfused(context, common):
     """
     low = draw(128, width=28, dtype=jnp.bfloat16, batch=2, **SHARED)
     low = low._replace(g=low.g + jnp.bfloat16(common), h=low.h + jnp.bfloat16(common))
-    wide = low._replace(**{n: getattr(low, n).astype(jnp.float32) for n in "qkgh"})
-    bar = cotangents(low, context)
-    plan = Plan(TAU, context, None, True)
-    run = lambda f, inputs: jax.tree.leaves(jax.jit(f(plan))(inputs, bar))
-    exact, ours, theirs = run(plain, wide), run(partial(fused, gpu), low), run(plain, low)
-    names = ("lse", "o", *(("a",) if context == "summed" else ()), *"qkgh", "slopes", "self_bias")
+    wide = low.map(lambda x: x.astype(jnp.float32))
+    bar = cotangents(low, average)
+    by_xla, by_kernels = (
+        plain(Options(TAU, average)),
+        fused(IMPLEMENTATION, interpreted(average, None)),
+    )
+    run = lambda f, inputs: jax.tree.leaves(jax.jit(f)(inputs, bar))
+    exact, ours, theirs = run(by_xla, wide), run(by_kernels, low), run(by_xla, low)
+    names = ("lse", "o", *(("a",) if average == "summed" else ()), *"qkgh", "slopes", "self_bias")
     for name, x, y, z in zip(names, exact, ours, theirs, strict=True):
         if name not in ("slopes", "self_bias"):  # sums that cancel: an error is luck
             own = 2.0**-12 if name == "lse" else 0.0
@@ -93,7 +105,7 @@ def test_padding_is_poisoned_here():
 def test_same_inputs_same_bits():
     inputs = draw(129, width=56, segments=True, **SHARED)
     bar = cotangents(inputs, "summed")
-    run = jax.jit(fused(gpu, Plan(TAU, "summed", None, True)))
+    run = jax.jit(fused(IMPLEMENTATION, interpreted("summed", None)))
     first = run(inputs, bar)
     for _ in range(4):
         jax.tree.map(np.testing.assert_array_equal, run(inputs, bar), first)
@@ -103,17 +115,15 @@ def test_large_scores_stay_finite():
     """Diagonal scores beyond float16 too."""
     inputs = draw(40, width=16, dtype=jnp.bfloat16, **SHARED)
     inputs = inputs._replace(q=1e4 * inputs.q, g=1e5 * inputs.g)
-    outputs, gradients = jax.jit(fused(gpu, Plan(1.0, "none", None, True)))(
-        inputs, cotangents(inputs, "none")
-    )
+    options = Options(1.0, implementation="pallas", interpret=True)
+    outputs, gradients = jax.jit(fused(IMPLEMENTATION, options))(inputs, cotangents(inputs, "none"))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((outputs, gradients)))
 
 
 def test_x64_changes_nothing(x64):
     inputs = draw(20, width=16, segments=True, **SHARED)
-    outputs, _ = jax.jit(fused(gpu, Plan(TAU, "none", None, True)))(
-        inputs, cotangents(inputs, "none")
-    )
+    run = jax.jit(fused(IMPLEMENTATION, interpreted(blocks=None)))
+    outputs, _ = run(inputs, cotangents(inputs, "none"))
     assert {x.dtype for x in jax.tree.leaves(outputs)} == {jnp.dtype(jnp.float32)}
 
 
@@ -122,17 +132,17 @@ H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, pla
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("positions", "what", "context"),
+    ("positions", "what", "average"),
     [
         (256, dict(width=84, dtype=jnp.bfloat16, **SHARED), "none"),
         (200, dict(width=72, dtype=jnp.float16, segments=True, values=True, **SHARED), "summed"),
         (200, dict(width=56, dtype=jnp.float32, segments=True), "none"),
     ],
 )
-def test_lowers_for_a_gpu(positions, what, context):
+def test_lowers_for_a_gpu(positions, what, average):
     inputs = draw(positions, **what)
-    bar = cotangents(inputs, context)
-    f = jax.jit(fused(gpu, Plan(TAU, context)))
+    bar = cotangents(inputs, average)
+    f = jax.jit(fused(IMPLEMENTATION, Options(TAU, average)))
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=H200)):
         lowered = f.trace(inputs, bar).lower(lowering_platforms=("cuda",))
     kernels = lowered.as_text().count("__gpu$xla.gpu.triton")
@@ -158,17 +168,17 @@ def test_other_devices_run_blockwise(kind, words, caplog):
 
 
 @pytest.mark.parametrize(
-    ("what", "plan", "words"),
+    ("what", "options", "words"),
     [
-        (dict(dtype=jnp.float64), Plan(TAU), ["float64"]),
-        (dict(width=200), Plan(TAU), ["128", "200"]),
-        (SHARED, Plan(TAU, "per_head"), ["contexts"]),
-        ({}, Plan(TAU, blocks=(48, 32)), ["powers of two", "(48, 32)"]),
-        ({}, Plan(TAU, blocks=(8, 32)), ["powers of two", "(8, 32)"]),
-        ({}, Plan(TAU, blocks=(64, 256)), ["powers of two", "(64, 256)"]),
+        (dict(dtype=jnp.float64), Options(TAU), ["float64"]),
+        (dict(width=200), Options(TAU), ["128", "200"]),
+        (SHARED, Options(TAU, "per_head"), ["average"]),
+        ({}, Options(TAU, block_sizes=(48, 32)), ["powers of two", "(48, 32)"]),
+        ({}, Options(TAU, block_sizes=(8, 32)), ["powers of two", "(8, 32)"]),
+        ({}, Options(TAU, block_sizes=(64, 256)), ["powers of two", "(64, 256)"]),
     ],
 )
-def test_obstacles_are_named(x64, what, plan, words):
+def test_obstacles_are_named(x64, what, options, words):
     inputs = jax.eval_shape(lambda: draw(5, **what))
-    reason = gpu.obstacle(inputs, plan)
+    reason = IMPLEMENTATION.obstacle(inputs, options)
     assert all(word in reason for word in words), reason

@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import attention, compiled_quickly, random_inputs
+from attention_oracle import attention, compiled_quickly, random_inputs, total_log_partition
 
-from cem_jax.kernels import log_partition, total_log_partition
+from cem_jax.kernels import log_partition
 
 TAU = 1.7
 # Every number of positions, kind of diagonal, bias, mask and leading axes at least once, with
@@ -200,7 +200,7 @@ def test_a_query_with_one_key_is_at_rest_in_bfloat16():
 
     def pulled(q):
         force = jax.grad(
-            lambda q: total_log_partition(q, k, tau=TAU, implementation="blockwise").sum()
+            lambda q: total_log_partition(q=q, k=k, tau=TAU, implementation="blockwise").sum()
         )(q)
         return (bar * force.astype(jnp.float32)).sum()
 
@@ -257,7 +257,7 @@ def temporary_bytes(positions: int) -> int:
 
     def loss(q, k, g, h):
         energy = lambda q, g: total_log_partition(
-            q, k, g, h, tau=4.0, implementation="blockwise", block_sizes=(64, 64)
+            q=q, k=k, g=g, h=h, tau=4.0, implementation="blockwise", block_sizes=(64, 64)
         ).sum()
         force, own = jax.grad(energy, argnums=(0, 1))(q, g)
         return (force**2).sum() + (own**2).sum()

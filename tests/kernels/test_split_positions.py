@@ -6,11 +6,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cem_jax.kernels import blockwise, split_positions
-from cem_jax.kernels.chunks import balanced
+from cem_jax.kernels import Call, blockwise
+from cem_jax.kernels.over_mesh import undivided
+from cem_jax.kernels.split_positions import balanced
+from cem_jax.sharding.layout import Split
 
 SCRIPT = """
 import jax
@@ -18,32 +22,31 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_enable_x64", True)
 import jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from attention_oracle import random_inputs
-from cem_jax.kernels import attend
+from attention_oracle import attend, random_inputs
 from cem_jax.sharding.mesh import make_mesh
 
-def results(inputs, segments, how, split_positions):
+def results(inputs, segments, how, average):
     floats = {n: x for n, x in inputs.items() if n != "segments"}
     def outputs(t):
-        lse, o, a = attend(**t, segments=segments, tau=1.3, context=split_positions, **how)
+        lse, o, a = attend(**t, segments=segments, tau=1.3, average=average, **how)
         return [x for x in (lse, o, a) if x is not None]
     loss = lambda t: sum(jnp.sin(x + 1).sum() for x in outputs(t))
     return jax.jit(lambda t: (outputs(t), jax.grad(loss)(t)))(floats)
 
 for sizes in ({"context": 8}, {"data": 2, "context": 2, "tensor": 2}):
     mesh = make_mesh(sizes)
-    for diagonal, split_positions, values in (("shared", "summed", False), ("none", "none", True),
+    for diagonal, average, values in (("shared", "summed", False), ("none", "none", True),
                                       ("per_head", "per_head", False)):
         inputs = random_inputs(np.random.default_rng(0), 48, leading=(2,), diagonal=diagonal,
                                segments=True, values=values)
         segments = inputs.pop("segments")
-        alone = results(inputs, segments, dict(implementation="dense"), split_positions)
+        alone = results(inputs, segments, dict(implementation="dense"), average)
         for how in (dict(), dict(implementation="blockwise", block_sizes=(2, 3))):
             with jax.set_mesh(mesh):
-                split = results(inputs, segments, how, split_positions)
+                split = results(inputs, segments, how, average)
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-11),
                          split, alone)
-            print("agrees", diagonal, split_positions)
+            print("agrees", diagonal, average)
 """
 
 COLLECTIVES = """
@@ -77,7 +80,7 @@ def run(script):
         capture_output=True,
         text=True,
         cwd=here.parents[1],
-        env=dict(os.environ, PYTHONPATH=str(here)),
+        env=dict(os.environ, PYTHONPATH=f"{here.parent}:{here.parents[1]}"),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -104,7 +107,7 @@ def test_every_pair_is_visited_once_and_the_work_is_equal(devices):
     count = 2 * devices * chunk // block
     seen = np.zeros((count, count), int)
     parts = balanced(devices, chunk, None).blocks(block)
-    tiles = [(starts, blockwise._tiles(starts, count, (block, block))) for starts in parts]
+    tiles = [(starts, blockwise.tiles_of(starts, count, (block, block))) for starts in parts]
     assert len({len(mine) for _, mine in tiles}) == 1
     for starts, mine in tiles:
         for x, y in mine:
@@ -113,5 +116,6 @@ def test_every_pair_is_visited_once_and_the_work_is_equal(devices):
 
 
 def test_what_does_not_divide_is_said():
-    assert "48 positions" in split_positions.obstacle(48, 5)
-    assert split_positions.obstacle(48, 8) is None
+    q = jax.ShapeDtypeStruct((1, 48, 2, 3), jnp.float32)
+    assert "48 positions" in undivided(Call(q=q, k=q), Split({"context": 5}))
+    assert undivided(Call(q=q, k=q), Split({"context": 8})) is None

@@ -10,6 +10,7 @@ from fused_cases import (
     cotangents,
     draw,
     fused,
+    interpreted,
     on_device,
     plain,
     relative,
@@ -18,13 +19,13 @@ from fused_cases import (
     shapes,
 )
 
-from cem_jax.kernels import tpu
-from cem_jax.kernels.call import Inputs, Plan
+from cem_jax.kernels import Options, Outputs
+from cem_jax.kernels.tpu.attention import IMPLEMENTATION
 
 TAU = 6.0
 SHARED = dict(diagonal="shared")
 PER_HEAD = dict(diagonal="per_head")
-# Every width, number of positions, diagonal, bias, mask and context at least once; one block and
+# Every width, number of positions, diagonal, bias, mask and average at least once; one block and
 # several, chosen and given, of queries as long as those of keys and longer.
 CASES = {
     "J1": (1, dict(width=56, **SHARED), "none", None),
@@ -43,38 +44,37 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_and_its_gradients_are_those_of_dense(name):
-    positions, what, context, blocks = CASES[name]
-    check(tpu, draw(positions, **what), context, blocks)
+    positions, what, average, blocks = CASES[name]
+    check(IMPLEMENTATION, draw(positions, **what), average, blocks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", (1, 5, 127, 128, 129, 200, 256))
 @pytest.mark.parametrize("width", (28, 56, 64, 72, 84))
 @pytest.mark.parametrize(
-    ("diagonal", "context"),
+    ("diagonal", "average"),
     [("none", "none"), ("shared", "none"), ("per_head", "none"), ("shared", "summed")],
 )
-def test_every_width_and_number_of_positions(positions, width, diagonal, context):
+def test_every_width_and_number_of_positions(positions, width, diagonal, average):
     for segments in (False, True):
         values = segments == (positions % 2 == 0)  # by turns: both beside every mask and width
         inputs = draw(positions, width=width, diagonal=diagonal, segments=segments, values=values)
-        check(tpu, inputs, context, blocks=(128, 128))
+        check(IMPLEMENTATION, inputs, average, blocks=(128, 128))
 
 
-@pytest.mark.parametrize("context", ["none", "summed"])
-def test_unwritten_memory_and_races(context, capfd, caplog):
+@pytest.mark.parametrize("average", ["none", "summed"])
+def test_unwritten_memory_and_races(average, capfd, caplog):
     inputs = draw(140, heads=2, width=12, dim=24, segments=True, **SHARED)
-    watched = run_watched(capfd, caplog, tpu, inputs, context, (128, 128))
-    plainly = run(tpu, inputs, context, (128, 128), True)
+    watched = run_watched(capfd, caplog, IMPLEMENTATION, inputs, average, (128, 128))
+    plainly = run(IMPLEMENTATION, inputs, average, (128, 128), True)
     for x, y in zip(jax.tree.leaves(watched), jax.tree.leaves(plainly), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_five_runs_agree_to_the_bit():
     inputs = draw(200, heads=2, width=12, dim=24, **SHARED)
-    plan = Plan(TAU, "none", (128, 128), True)
     bar = cotangents(inputs, "none")
-    both = compiled_quickly(fused(tpu, plan), inputs, bar)
+    both = compiled_quickly(fused(IMPLEMENTATION, interpreted(blocks=(128, 128))), inputs, bar)
     first, *rest = (jax.tree.leaves(both(inputs, bar)) for _ in range(5))
     for other in rest:
         for x, y in zip(first, other, strict=True):
@@ -87,8 +87,8 @@ def test_what_stands_in_later_positions_does_not_matter():
     spoilt = inputs._replace(
         **{n: getattr(inputs, n).at[:, 150:].set(1e9) for n in ("q", "k", "g", "h")}
     )
-    plan = Plan(TAU, "none", (128, 128), True)
-    forward = compiled_quickly(lambda t: tpu.forward(t, plan), inputs)
+    options = interpreted(blocks=(128, 128))
+    forward = compiled_quickly(lambda t: IMPLEMENTATION.forward(t, options), inputs)
     (lse, o, _), (spoilt_lse, spoilt_o, _) = forward(inputs), forward(spoilt)
     np.testing.assert_array_equal(spoilt_lse[..., :150], lse[..., :150])
     np.testing.assert_array_equal(spoilt_o[:, :150], o[:, :150])
@@ -97,12 +97,12 @@ def test_what_stands_in_later_positions_does_not_matter():
 @pytest.mark.parametrize("what", [SHARED, dict(values=True), PER_HEAD])
 def test_bfloat16_errs_no_more_than_xla(what):
     inputs = draw(200, dtype=jnp.bfloat16, batch=2, width=56, dim=112, **what)
-    wide = Inputs(*(x if x is None else x.astype(jnp.float32) for x in inputs))
+    wide = inputs.map(lambda x: x.astype(jnp.float32))
     bar = cotangents(inputs, "none")
-    exact = compiled_quickly(plain(Plan(TAU)), wide, bar)(wide, bar)
-    found = run(tpu, inputs, "none", (128, 128))
+    exact = compiled_quickly(plain(Options(TAU)), wide, bar)(wide, bar)
+    found = run(IMPLEMENTATION, inputs, "none", (128, 128))
     # a softmax rounded to bfloat16 by XLA too
-    xla = compiled_quickly(plain(Plan(TAU)), inputs, bar)(inputs, bar)
+    xla = compiled_quickly(plain(Options(TAU)), inputs, bar)(inputs, bar)
     assert relative(found[0][0], exact[0][0]) <= 1e-5
     assert relative(found[0][1], exact[0][1]) <= 1.5 * relative(xla[0][1], exact[0][1])
     for name in ("q", "k", "v", "g", "h"):
@@ -114,7 +114,7 @@ def test_bfloat16_errs_no_more_than_xla(what):
 
 def test_float16_comes_back_as_float16():
     inputs = draw(130, dtype=jnp.float16, heads=1, width=12, dim=24, **SHARED)
-    (_, o, _), gradients = run(tpu, inputs, "none", (128, 128))
+    (_, o, _), gradients = run(IMPLEMENTATION, inputs, "none", (128, 128))
     assert o.dtype == jnp.float32
     assert {gradients.q.dtype, gradients.h.dtype} == {jnp.dtype(jnp.float16)}
 
@@ -129,21 +129,21 @@ KINDS = ("TPU v5 lite", "TPU v6 lite", "TPU v5p", "TPU7x")
 def test_lowers_for_tpus(kind, heads, width, dtype):
     inputs = shapes(700, heads=heads, width=width, dtype=jnp.dtype(dtype))
     f32 = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    bar = (jax.ShapeDtypeStruct((2, heads, 700), jnp.float32), f32(inputs.q), f32(inputs.h))
+    lse = jax.ShapeDtypeStruct((2, heads, 700), jnp.float32)
+    bar = Outputs(lse, f32(inputs.q), f32(inputs.h))
     with on_device(kind):
-        plan = Plan(TAU, "summed")
-        assert tpu.obstacle(inputs, plan) is None
-        traced = jax.jit(fused(tpu, plan)).trace(inputs, bar)
+        options = Options(TAU, "summed")
+        assert IMPLEMENTATION.obstacle(inputs, options) is None
+        traced = jax.jit(fused(IMPLEMENTATION, options)).trace(inputs, bar)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") == 2
 
 
 def test_refusals():
     inputs = shapes(2048, heads=12, width=56)
-    assert "for all heads together" in tpu.obstacle(inputs, Plan(TAU, "per_head"))
-    assert "128" in tpu.obstacle(inputs, Plan(TAU, blocks=(64, 64)))
-    assert "128" in tpu.obstacle(inputs, Plan(TAU, blocks=(128, 256)))
-    wide = Inputs(
-        *(None if x is None else jax.ShapeDtypeStruct(x.shape, "float64") for x in inputs)
-    )
-    assert "float64" in tpu.obstacle(wide, Plan(TAU))
+    obstacle = IMPLEMENTATION.obstacle
+    assert "for all heads together" in obstacle(inputs, Options(TAU, "per_head"))
+    assert "128" in obstacle(inputs, Options(TAU, block_sizes=(64, 64)))
+    assert "128" in obstacle(inputs, Options(TAU, block_sizes=(128, 256)))
+    wide = inputs.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float64"))
+    assert "float64" in obstacle(wide, Options(TAU))

@@ -12,18 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import compiled_quickly
-from fused_cases import cotangents, draw, fused, plain, relative, run_watched, shapes
+from fused_cases import cotangents, draw, fused, interpreted, plain, relative, run_watched, shapes
 
-from cem_jax.kernels import Unavailable, attend, dispatch, tpu
-from cem_jax.kernels.call import Plan
-from cem_jax.kernels.chunks import balanced
-from cem_jax.kernels.tpu.plan import sizes_of
-from cem_jax.kernels.tpu.rows import Row, Tables, tables_of
+from cem_jax.kernels import Options, Outputs, Unavailable, attend, dispatch
+from cem_jax.kernels.split_positions import balanced
+from cem_jax.kernels.tpu.attention import IMPLEMENTATION
+from cem_jax.kernels.tpu.layout import Row, Tables, sizes_of, tables_of
 
 TAU = 6.0
 BLOCKS = (128, 128)
 SMALL = dict(heads=2, width=12, dim=24)
-# devices, positions, what, context, blocks. With two devices the second one's chunks lie the later
+# devices, positions, what, average, blocks. With two devices the second one's chunks lie the later
 # first, its arrays not in the order of the sequence.
 CASES = {
     "none": (2, 512, dict(values=True), "none", BLOCKS),
@@ -34,7 +33,7 @@ CASES = {
 
 
 class Share:
-    """What one device gets and returns: a module as `fused_cases` takes it."""
+    """What one device gets and returns: an implementation as `fused_cases` takes it."""
 
     def __init__(self, devices: int, positions: int, device):
         length = positions // (2 * devices)
@@ -45,31 +44,31 @@ class Share:
         return None if x is None else jnp.take(x, self.positions, axis=axis)
 
     def outputs(self, lse, o, a):
-        return self.of(lse, 2), self.of(o), self.of(a)
+        return Outputs(self.of(lse, 2), self.of(o), self.of(a))
 
     def inputs(self, inputs):
         return inputs._replace(q=self.of(inputs.q), g=self.of(inputs.g))
 
-    def obstacle(self, inputs, plan):
-        return tpu.obstacle(inputs, plan)
+    def obstacle(self, inputs, options):
+        return IMPLEMENTATION.obstacle(inputs, options)
 
-    def forward(self, inputs, plan):
-        return tpu.forward(inputs, plan, self.chunks)
+    def forward(self, inputs, options):
+        return IMPLEMENTATION.forward(inputs, options, self.chunks)
 
-    def backward(self, inputs, plan, *rest):
-        return tpu.backward(inputs, plan, *rest, self.chunks)
+    def backward(self, inputs, options, outputs, bar):
+        return IMPLEMENTATION.backward(inputs, options, outputs, bar, self.chunks)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_devices_have_their_share_of_outputs_and_gradients(name):
-    devices, positions, what, context, blocks = CASES[name]
+    devices, positions, what, average, blocks = CASES[name]
     inputs = draw(positions, **SMALL, **what)
-    plan, bar = Plan(TAU, context, blocks, True), cotangents(inputs, context)
-    outputs, gradients = compiled_quickly(plain(Plan(TAU, context)), inputs, bar)(inputs, bar)
+    options, bar = interpreted(average, blocks), cotangents(inputs, average)
+    outputs, gradients = compiled_quickly(plain(Options(TAU, average)), inputs, bar)(inputs, bar)
 
     def run(device, inputs, bar):
         share = Share(devices, positions, device)
-        return fused(share, plan)(share.inputs(inputs), share.outputs(*bar))
+        return fused(share, options)(share.inputs(inputs), share.outputs(*bar))
 
     run = compiled_quickly(run, jnp.int32(0), inputs, bar)
     sums = []
@@ -86,13 +85,13 @@ def test_devices_have_their_share_of_outputs_and_gradients(name):
     jax.tree.map(lambda x, y: np.testing.assert_array_less(relative(x, y), 1e-5), total, expected)
 
 
-@pytest.mark.parametrize(("device", "context"), [(0, "summed"), (1, "none")])
-def test_unwritten_memory_and_races(device, context, capfd, caplog):
+@pytest.mark.parametrize(("device", "average"), [(0, "summed"), (1, "none")])
+def test_unwritten_memory_and_races(device, average, capfd, caplog):
     """The first device's rows lie far apart; the second one never sees the last keys."""
     devices, positions = 2, 512
     share = Share(devices, positions, device)
     inputs = share.inputs(draw(positions, heads=1, width=12, dim=24, diagonal="shared"))
-    (lse, o, _), gradients = run_watched(capfd, caplog, share, inputs, context, BLOCKS)
+    (lse, o, _), gradients = run_watched(capfd, caplog, share, inputs, average, BLOCKS)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((lse, o, gradients)))
 
 
@@ -103,12 +102,12 @@ def test_no_sum_is_read_while_it_is_written(devices, blocks):
 
     Only the first tile waits for its own write.
     """
-    chunk, plan = 768, Plan(TAU, blocks=blocks)
+    chunk, options = 768, Options(TAU, block_sizes=blocks)
     inputs = shapes(2 * devices * chunk, heads=2, width=12)
     if devices > 1:
         asked = lambda x: jax.ShapeDtypeStruct((2, 2 * chunk, *x.shape[2:]), x.dtype)
         inputs = inputs._replace(q=asked(inputs.q), g=asked(inputs.g))
-    sizes = sizes_of(inputs, plan, BLOCKS, True)
+    sizes = sizes_of(inputs, options, BLOCKS, True)
     everything = []
     for device in range(devices):
         chunks = balanced(devices, chunk, device)
@@ -143,14 +142,13 @@ def on(kind: str, platform: str):
 
 def attend_and_differentiate(positions, **how):
     """(function, arguments): shapes of a call and the gradients of it."""
-    inputs = shapes(positions, heads=2, width=16)._asdict()
-    segments, floats = inputs.pop("segments"), {n: x for n, x in inputs.items() if x is not None}
+    call = shapes(positions, heads=2, width=16)
 
     def run(t, segments):
-        loss = lambda t: attend(**t, segments=segments, tau=TAU, **how)[1].sum()
-        return jax.grad(loss)(t)
+        whole = lambda t: t._replace(scores=t.scores._replace(segments=segments))
+        return jax.grad(lambda t: attend(whole(t), Options(TAU, **how)).o.sum())(t)
 
-    return run, (floats, segments)
+    return run, (call.floating, call.scores.segments)
 
 
 def lowered(positions, platform, **how) -> str:
@@ -190,30 +188,27 @@ jax.config.update("jax_num_cpu_devices", 8)
 import math
 import jax.numpy as jnp, numpy as np
 from fused_cases import draw
-from cem_jax.kernels import attend
+from cem_jax.kernels import Options, attend
 from cem_jax.sharding.mesh import make_mesh
 
-def results(inputs, context, **how):
-    t = inputs._asdict()
-    segments = t.pop("segments")
-    floats = {n: x for n, x in t.items() if x is not None}
+def results(inputs, average, **how):
     def loss(t):
-        parts = attend(**t, segments=segments, tau=6.0, context=context, **how)
-        parts = [x for x in parts if x is not None]
+        t = t._replace(scores=t.scores._replace(segments=inputs.scores.segments))
+        parts = [x for x in attend(t, Options(6.0, average, **how)) if x is not None]
         return sum(jnp.sin(x + 1).sum() for x in parts), parts
-    return jax.jit(jax.grad(loss, has_aux=True))(floats)
+    return jax.jit(jax.grad(loss, has_aux=True))(inputs.floating)
 
-for sizes, positions, diagonal, context in CASES:
+for sizes, positions, diagonal, average in CASES:
     inputs = draw(positions, batch=2, heads=2, width=12, dim=24, diagonal=diagonal, segments=True)
-    alone = results(inputs, context, implementation="dense")
+    alone = results(inputs, average, implementation="dense")
     devices = jax.devices()[: math.prod(sizes.values())]
     with jax.set_mesh(make_mesh(sizes, devices)):
-        split = results(inputs, context, implementation="pallas", interpret=True)
+        split = results(inputs, average, implementation="pallas", interpret=True)
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(alone), jax.tree.leaves(split),
                             strict=True):
         error = np.linalg.norm(x - y) / np.linalg.norm(x)
         assert error < 1e-5, (sizes, diagonal, path, error)
-    print(sizes, diagonal, context, flush=True)
+    print(sizes, diagonal, average, flush=True)
 """
 
 COMPILED = """
@@ -240,7 +235,7 @@ def run_script(script: str, **environment: str) -> str:
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        env=os.environ | dict(PYTHONPATH=f"{here}:{here.parents[1]}") | environment,
+        env=os.environ | dict(PYTHONPATH=f"{here}:{here.parent}:{here.parents[1]}") | environment,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

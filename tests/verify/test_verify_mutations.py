@@ -29,7 +29,7 @@ def test_a_force_that_loses_a_factor(monkeypatch):
     assert not rows["attention force, closed form, blockwise"]
     assert not rows["attention step x + ηF, through the norm"]
     assert rows["attention energy, dense"]
-    assert not rows["attention force, folded P = explicit P"]
+    assert rows["attention force, folded P = explicit P"]  # both lose it
 
 
 def test_a_lost_factor_shows_in_bfloat16(monkeypatch):
@@ -64,7 +64,9 @@ def test_an_energy_of_another_scale(monkeypatch):
 def test_p_that_is_not_folded(monkeypatch):
     from cem_jax.model import attention, mlp
 
-    monkeypatch.setattr(attention, "precondition", lambda weight, p: weight)
+    folded = attention.folded_weights
+    unfolded = lambda query, *rest: folded(query, *rest)._replace(folded=query)
+    monkeypatch.setattr(attention, "folded_weights", unfolded)
     monkeypatch.setattr(mlp, "precondition", lambda weight, p: weight)
     case = small()
     broken = failing([*forces.attention_rows(case), *forces.mlp_rows(case)])
@@ -160,9 +162,9 @@ def test_an_activation_of_the_table_alone(monkeypatch):
 def test_a_view_of_the_future(monkeypatch, fresh_caches):
     from cem_jax.kernels import blockwise
 
-    distance = blockwise._distance
-    shifted = lambda blocked, x, y, plan: distance(blocked, x, y, plan) + 1
-    monkeypatch.setattr(blockwise, "_distance", shifted)
+    distance = blockwise.Blocked.distance
+    shifted = lambda blocked, x, y: distance(blocked, x, y) + 1
+    monkeypatch.setattr(blockwise.Blocked, "distance", shifted)
     case = small(**{"model.attention.implementation": "blockwise"})
     broken = failing(whole.whole_rows(case))
     assert "causality: gradient from the future" in broken
@@ -194,7 +196,7 @@ def test_a_cache_one_position_late(monkeypatch):
     from cem_jax.energy import interaction
 
     cached = interaction.attend_cached
-    late = lambda *args, start, **scores: cached(*args, start=start - 1, **scores)
+    late = lambda call, options, start: cached(call, options, start - 1)
     monkeypatch.setattr(interaction, "attend_cached", late)
     assert failing(whole.whole_rows(small())) == {"decode over the cache = full forward"}
 

@@ -3,7 +3,7 @@
 Each kernel owns what it writes: one per block of queries makes dq, one per block of keys dk. The
 second computes its tiles keys first, so that both of its products take dSᵀ and Pᵀ as they are.
 
-Shapes as in `gpu_tiles`. With c = 1/τ and, in exact mode, E_ij = e_i·h_j:
+Shapes as in `tiles`. With c = 1/τ and, where an average of h is wanted, E_ij = e_i·h_j:
 
     dS_ij = p_ij (do_i·v_j + E_ij − Δ_i)        Δ_i = do_i·o_i + Σ_j p_ij E_ij − dlse_i
     dq_i = c Σ_j dS_ij k_j       dk_j = c Σ_i dS_ij q_i       dv_j = Σ_i p_ij do_i, to dk if v is k
@@ -14,200 +14,125 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from cem_jax.kernels.gpu.tiles import (
-    SMALLEST,
-    Operands,
-    Task,
-    accumulate,
-    counting,
-    dot,
-    dot_heads,
-    exp2,
-    head_block,
-    keys_of,
-    launch,
-    multiply_add,
-    over_queries,
-    queries_of,
-    read_head,
-    read_lse,
-    read_rows,
-    row_block,
-    scores,
-    shared_tile,
-    sweep,
-    write_head,
-    zeros,
-)  # fmt: skip
+from cem_jax.kernels.call import BIASES, Scores
+from cem_jax.kernels.gpu import tiles
+from cem_jax.kernels.gpu.tiles import InTile, Operands, Output, Pieces, Rows, Task, Tile
 
 
-def tile_derivatives(refs: Operands, q, k, v, do, lse_I, delta_I, head, i0, j0, task, *, edge,
-                     keys_first=False, tile=None, extra=None):  # fmt: skip
-    """(p, c·dS) of a tile, both float32. [I, N], or [N, I] with `keys_first`.
-
-    `lse_I` and `delta_I` as in `Operands`. `tile`, `extra`: head-shared tiles, where there are.
-    """
-    pair = (lambda a, b: dot_heads(b, a)) if keys_first else dot_heads
-    t, offset_I = scores(
-        refs, pair(q, k), tile, head, i0, j0, task, edge=edge, keys_first=keys_first
-    )
-    p = exp2(t - over_queries(lse_I - offset_I, keys_first), task)
-    dp = pair(do, v)
-    if extra is not None:
-        dp += extra
-    return p, p * multiply_add(dp, task.scale, -over_queries(delta_I, keys_first), task)
+def tile_derivatives(
+    refs: Operands, rows: Rows, k: Pieces, v: Pieces, tile: Tile, task: Task
+) -> tuple[InTile, InTile]:
+    """Return (p, c·dS) of a tile, both float32."""
+    pair = (lambda a, b: tiles.dot_heads(b, a)) if tile.keys_first else tiles.dot_heads
+    p = tiles.probabilities(refs, pair(rows.q, k), rows.lse_I, tile, task)
+    dp = pair(rows.do, v)
+    if tile.cross is not None:
+        dp += tile.cross
+    minus_delta = -tiles.over_queries(rows.delta_I, tile.keys_first)
+    return p, p * tiles.multiply_add(dp, task.c, minus_delta, task)
 
 
-def query_gradient(operands: Operands, task: Task):
-    """(dq in the dtype of q, c·Δ [B, K, J]): Δ with Σ_j p E added where there is an E."""
+def query_gradient(operands: Operands, task: Task) -> tuple[jax.Array, jax.Array]:
+    """Return (dq in the dtype of q, c·Δ [B, K, J]): Δ with Σ_j p E added where there is an E."""
     batch, positions, heads, _ = operands.q.shape
     blocks = pl.cdiv(positions, task.queries)
     number = lambda x: blocks - 1 - x
-    outputs = [
-        (
-            jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype),
-            head_block(task, task.queries, number),
-        )
-    ]
-    exact = operands.extra is not None
-    if exact:
+    dq = jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype)
+    outputs = Operands(q=Output(dq, tiles.head_block(task, task.queries, number)))
+    if operands.cross is not None:
         delta = jax.ShapeDtypeStruct((batch, heads, positions), jnp.float32)
-        outputs.append((delta, row_block(task.queries, number)))
+        outputs = outputs._replace(delta=Output(delta, tiles.row_block(task.queries, number)))
     grid = (heads, blocks, batch)
-    found = launch(_query_kernel, operands, grid, outputs, task, "cem_backward_q")
-    return found if exact else (found[0], operands.delta)
+    found = tiles.launch(_query_kernel, operands, grid, outputs, task, "cem_backward_q")
+    return found.q, operands.delta if found.delta is None else found.delta
 
 
-def _query_kernel(refs: Operands, dq_ref, *delta_ref, task: Task):
+def _query_kernel(refs: Operands, out_refs: Operands, task: Task):
     head = pl.program_id(0)
     i0 = (pl.num_programs(1) - 1 - pl.program_id(1)) * task.queries
-    q = read_head(refs.q, i0, task.queries, head, task)
-    do = read_head(refs.do, i0, task.queries, head, task)
-    lse_I = read_lse(refs, i0, head, task)
-    delta_I = read_rows(refs.delta, i0, task.queries, head, task)
-    first, end = keys_of(i0, task)
+    rows = tiles.read_rows_of(refs, i0, head, task)
+    first, end = tiles.keys_of(i0, task)
     ranges = (jnp.int32(0), first), (first, end)
-    if delta_ref:
-        delta_I += task.scale * _expected_extra(refs, q, lse_I, head, i0, ranges, task)
-        delta_ref[0][...] = delta_I
+    if out_refs.delta is not None:
+        added_I = task.c * _expected_cross(refs, rows, head, i0, ranges, task)
+        rows = rows._replace(delta_I=rows.delta_I + added_I)
+        out_refs.delta[...] = rows.delta_I
 
     def visit(block, dq, edge):
         j0 = block * task.keys
-        k = read_head(refs.k, j0, task.keys, head, task)
-        v = k if refs.v is None else read_head(refs.v, j0, task.keys, head, task)
-        _, ds_IN = tile_derivatives(
-            refs, q, k, v, do, lse_I, delta_I, head, i0, j0, task, edge=edge,
-            **_shared(refs, i0, j0, task, False),
-        )  # fmt: skip
-        return accumulate(dq, ds_IN.astype(k[0].dtype), k)
+        k, v = tiles.read_keys(refs, j0, head, task)
+        tile = tiles.tile_at(refs, head, i0, j0, task, edge=edge)
+        _, ds_IN = tile_derivatives(refs, rows, k, v, tile, task)
+        return tiles.accumulate(dq, ds_IN.astype(k[0].dtype), k)
 
-    write_head(dq_ref, sweep(visit, zeros(task.queries, task), *ranges), task)
+    start = tiles.zeros(task.queries, task)
+    tiles.write_head(out_refs.q, tiles.sweep(visit, start, *ranges), task)
 
 
-def _expected_extra(refs: Operands, q, lse_I, head, i0, ranges, task: Task):
+def _expected_cross(refs: Operands, rows: Rows, head, i0, ranges, task: Task):
     """Σ_j p_ij E_ij: a pass of its own, since dS needs it before the first tile. [I]."""
+    without = refs._replace(cross=None)
 
     def visit(block, sum_I, edge):
         j0 = block * task.keys
-        k = read_head(refs.k, j0, task.keys, head, task)
-        tile_IN = shared_tile(refs.tile, i0, j0, task, False)
-        t_IN, offset_I = scores(refs, dot_heads(q, k), tile_IN, head, i0, j0, task, edge=edge)
-        p_IN = exp2(t_IN - (lse_I - offset_I)[:, None], task)
-        return sum_I + (p_IN * shared_tile(refs.extra, i0, j0, task, False)).sum(1)
+        k = tiles.read_head(refs.k, j0, task.keys, head, task)
+        tile = tiles.tile_at(without, head, i0, j0, task, edge=edge)
+        p_IN = tiles.probabilities(refs, tiles.dot_heads(rows.q, k), rows.lse_I, tile, task)
+        return sum_I + (p_IN * tiles.shared_tile(refs.cross, i0, j0, task, False)).sum(1)
 
-    return sweep(visit, jnp.zeros((task.queries,), jnp.float32), *ranges)
-
-
-def _shared(refs: Operands, i0, j0, task: Task, keys_first: bool) -> dict:
-    """The head-shared tiles of queries i0 … and keys j0 …, those there are."""
-    found = dict(tile=refs.tile, extra=refs.extra)
-    return {
-        name: None if ref is None else shared_tile(ref, i0, j0, task, keys_first)
-        for name, ref in found.items()
-    }
+    return tiles.sweep(visit, jnp.zeros((task.queries,), jnp.float32), *ranges)
 
 
-def key_gradients(operands: Operands, task: Task):
-    """(dk, dv or None, dslopes [K] or None, dself_bias [K] or None)."""
+def key_gradients(operands: Operands, task: Task) -> tuple[jax.Array, jax.Array | None, Scores]:
+    """Return (dk, dv or None, the gradients of the biases)."""
     batch, positions, heads, _ = operands.q.shape
     blocks = pl.cdiv(positions, task.keys)
     number = lambda x: x  # the first keys have the most queries
-    wide = (
+    wide = Output(
         jax.ShapeDtypeStruct(operands.k.shape, operands.k.dtype),
-        head_block(task, task.keys, number),
+        tiles.head_block(task, task.keys, number),
     )
-    narrow = (
+    narrow = Output(
         jax.ShapeDtypeStruct((batch, heads, positions), jnp.float32),
-        row_block(task.keys, number),
+        tiles.row_block(task.keys, number),
     )
-    given = lambda x: int(x is not None)
-    outputs = (
-        *[wide] * (1 + given(operands.v)),
-        *[narrow] * (given(operands.slopes) + given(operands.self_bias)),
-    )
+    biases = {name: narrow for name in BIASES if getattr(operands.scores, name) is not None}
+    v = None if operands.v is None else wide
+    outputs = Operands(k=wide, v=v, scores=Scores(**biases))
     grid = (heads, blocks, batch)
-    dk, *rest = launch(_key_kernel, operands, grid, outputs, task, "cem_backward_k")
-    dv = None if operands.v is None else rest.pop(0)
-    sums = [x.sum((0, 2)) / task.scale for x in rest]
-    dslopes = None if operands.slopes is None else -sums.pop(0)
-    return dk, dv, dslopes, None if operands.self_bias is None else sums.pop(0)
+    found = tiles.launch(_key_kernel, operands, grid, outputs, task, "cem_backward_k")
+    return found.k, found.v, tiles.bias_gradients(found.scores, task)
 
 
-def _distances(ds_NI, ahead):
-    """Σ_i (i − j) dS of a tile whose queries start `ahead` of its keys. [N].
-
-    Both sums that it takes, of dS and of dS times the place in the block, are one matrix
-    instruction: places are exact in low precision, and the vector units are the busier ones.
-    """
-    keys, queries = ds_NI.shape
-    i_I1, column_1M = counting(queries)[:, None], counting(SMALLEST)[None]
-    weights_IM = jnp.where(column_1M == 0, i_I1, jnp.where(column_1M == 1, 1, 0))
-    sums_NM = dot(ds_NI, weights_IM.astype(ds_NI.dtype))
-    shift_N1 = (ahead - counting(keys)).astype(jnp.float32)[:, None]
-    shift_NM = jnp.where(column_1M == 0, 1.0, jnp.where(column_1M == 1, shift_N1, 0.0))
-    return (sums_NM * shift_NM).sum(1)
-
-
-def _key_kernel(refs: Operands, dk_ref, *out_refs, task: Task):
+def _key_kernel(refs: Operands, out_refs: Operands, task: Task):
     head = pl.program_id(0)
     j0 = pl.program_id(1) * task.keys
-    k = read_head(refs.k, j0, task.keys, head, task)
-    v = k if refs.v is None else read_head(refs.v, j0, task.keys, head, task)
+    k, v = tiles.read_keys(refs, j0, head, task)
     nothing_N = jnp.zeros((task.keys,), jnp.float32)
 
     def visit(block, carry, edge):
-        dk, dv, far_N, own_N = carry
+        dk, dv, sums = carry
         i0 = block * task.queries
-        q = read_head(refs.q, i0, task.queries, head, task)
-        do = read_head(refs.do, i0, task.queries, head, task)
-        lse_I = read_lse(refs, i0, head, task)
-        delta_I = read_rows(refs.delta, i0, task.queries, head, task)
-        p_NI, ds_NI = tile_derivatives(
-            refs, q, k, v, do, lse_I, delta_I, head, i0, j0, task, edge=edge, keys_first=True,
-            **_shared(refs, i0, j0, task, True),
-        )  # fmt: skip
-        dk = accumulate(dk, ds_NI.astype(q[0].dtype), q)
+        rows = tiles.read_rows_of(refs, i0, head, task)
+        tile = tiles.tile_at(refs, head, i0, j0, task, edge=edge, keys_first=True)
+        p_NI, ds_NI = tile_derivatives(refs, rows, k, v, tile, task)
+        dk = tiles.accumulate(dk, ds_NI.astype(rows.q[0].dtype), rows.q)
         if refs.v is None:
-            dk = accumulate(dk, p_NI.astype(q[0].dtype), do)
+            dk = tiles.accumulate(dk, p_NI.astype(rows.q[0].dtype), rows.do)
         else:
-            dv = accumulate(dv, p_NI.astype(q[0].dtype), do)
-        if refs.slopes is not None:
-            far_N += _distances(ds_NI.astype(q[0].dtype), i0 - j0)
-        if refs.self_bias is not None and edge:
-            i, j = i0 + counting(task.queries), j0 + counting(task.keys)
-            own_N += jnp.where(i[None] == j[:, None], ds_NI, 0.0).sum(1)
-        return dk, dv, far_N, own_N
+            dv = tiles.accumulate(dv, p_NI.astype(rows.q[0].dtype), rows.do)
+        return dk, dv, tiles.add_bias_gradients(refs, sums, tile, ds_NI, task)
 
-    start = (zeros(task.keys, task), () if refs.v is None else zeros(task.keys, task))
-    first, below, end = queries_of(j0, task)
-    dk, dv, far_N, own_N = sweep(
-        visit, (*start, nothing_N, nothing_N), (below, end), (first, below), edge_first=True
+    start = (
+        tiles.zeros(task.keys, task),
+        () if refs.v is None else tiles.zeros(task.keys, task),
+        Scores(**dict.fromkeys(BIASES, nothing_N)),
     )
-    write_head(dk_ref, dk, task)
-    out_refs = list(out_refs)
+    first, below, end = tiles.queries_of(j0, task)
+    dk, dv, sums = tiles.sweep(visit, start, (below, end), (first, below), edge_first=True)
+    tiles.write_head(out_refs.k, dk, task)
     if refs.v is not None:
-        write_head(out_refs.pop(0), dv, task)
-    if refs.slopes is not None:
-        out_refs.pop(0)[...] = far_N
-    if refs.self_bias is not None:
-        out_refs.pop(0)[...] = own_N
+        tiles.write_head(out_refs.v, dv, task)
+    for ref, sum_N in zip(out_refs.scores, sums, strict=True):
+        if ref is not None:
+            ref[...] = sum_N

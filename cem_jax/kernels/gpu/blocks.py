@@ -5,7 +5,7 @@ Chosen from compilations for an H200 (`benchmarks/gpu_static.py`): the largest t
 
 import jax.numpy as jnp
 
-from cem_jax.kernels.call import Inputs, Plan
+from cem_jax.kernels.call import Call, Options
 from cem_jax.kernels.gpu.shared import Product
 from cem_jax.kernels.gpu.tiles import SMALLEST, SQUARE, Task, lanes, square
 
@@ -19,7 +19,7 @@ HALF = {
     "keys": (32, 128, 4, 2),
     "keys, values": (32, 64, 4, 2),
     "sums": (64, 128, 8, 2),
-    "sums, exact": (64, 64, 4, 2),
+    "sums, average": (64, 64, 4, 2),
 }
 # float32 products keep 24 bits, which the tensor cores do not: they take many registers.
 FULL = dict.fromkeys(HALF, (32, 32, 4, 2)) | {
@@ -32,41 +32,41 @@ HALF_PRODUCTS = {"scores": (64, 8, 3), "sums": (128, 8, 3)}
 FULL_PRODUCTS = {"scores": (32, 8, 2), "sums": (64, 8, 2)}
 
 
-def task(kernel: str, inputs: Inputs, plan: Plan) -> Task:
+def task(kernel: str, call: Call, options: Options) -> Task:
     """What is static in that kernel's call; blocks as asked for, or else chosen."""
-    _, positions, heads, width = inputs.q.shape
-    table = FULL if inputs.q.dtype == jnp.float32 else HALF
-    *blocks, warps, stages = table[_variant(kernel, inputs, plan)]
-    queries, keys = (min(size, square(positions)) for size in plan.blocks or blocks)
+    _, positions, heads, width = call.q.shape
+    table = FULL if call.q.dtype == jnp.float32 else HALF
+    *blocks, warps, stages = table[_variant(kernel, call, options)]
+    queries, keys = (min(size, square(positions)) for size in options.block_sizes or blocks)
     return Task(
-        positions, heads, width, 1.0 / plan.tau, queries, keys, warps, stages, bool(plan.interpret)
+        positions, heads, width, options.c, queries, keys, warps, stages, bool(options.interpret)
     )
 
 
-def _variant(kernel: str, inputs: Inputs, plan: Plan) -> str:
+def _variant(kernel: str, call: Call, options: Options) -> str:
     """The kernel's name in the tables: some keep more in registers than others."""
-    if kernel == "forward" and lanes(inputs.q.shape[-1]) > 64:
+    if kernel == "forward" and lanes(call.q.shape[-1]) > 64:
         return "forward, wide"
-    if kernel == "keys" and inputs.v is not None:
+    if kernel == "keys" and call.v is not None:
         return "keys, values"
-    if kernel == "sums" and plan.context != "none":
-        return "sums, exact"
+    if kernel == "sums" and options.average != "none":
+        return "sums, average"
     return kernel
 
 
-def product(kernel: str, inputs: Inputs, plan: Plan) -> Product:
-    table = FULL_PRODUCTS if inputs.q.dtype == jnp.float32 else HALF_PRODUCTS
-    return Product(*table[kernel], bool(plan.interpret))
+def product(kernel: str, call: Call, options: Options) -> Product:
+    table = FULL_PRODUCTS if call.q.dtype == jnp.float32 else HALF_PRODUCTS
+    return Product(*table[kernel], bool(options.interpret))
 
 
-def refused_blocks(plan: Plan) -> str | None:
+def refused_blocks(options: Options) -> str | None:
     """Why blocks of these sizes cannot run; None if they can."""
-    if plan.blocks is None:
+    if options.block_sizes is None:
         return None
-    fits = all(SMALLEST <= n <= SQUARE and n & (n - 1) == 0 for n in plan.blocks)
+    fits = all(SMALLEST <= n <= SQUARE and n & (n - 1) == 0 for n in options.block_sizes)
     if fits:
         return None
     return (
         f"blocks on a GPU are powers of two from {SMALLEST} to {SQUARE} positions, "
-        f"not {tuple(plan.blocks)}"
+        f"not {tuple(options.block_sizes)}"
     )

@@ -4,79 +4,73 @@ Such a diagonal costs K times the products of a shared one, whoever computes the
 own tile g_ik·h_j, and its own dS for dg_ik. A head at a time both tiles are [B, P, P], the
 products run at full speed, and memory is that of a shared diagonal.
 
-Shapes as in `gpu_tiles`, K first.
+Shapes as in `tiles`, K first.
 """
 
-import jax
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 
-from cem_jax.kernels.call import Inputs
+from cem_jax.kernels.call import BIASES, Call, Options, Outputs, Scores
 
 
-def forward_by_head(forward, inputs: Inputs, plan):
-    """`forward` of a diagonal that the heads share, for each head; contexts are summed."""
-    constant, by_head = _split(inputs)
+def forward_by_head(forward: Callable[..., Outputs], call: Call, options: Options) -> Outputs:
+    """Return `forward` of a diagonal that the heads share, for each head; averages are summed."""
 
-    def step(total, own: Inputs):
-        lse, o, a = forward(_join(constant, own), plan)
+    def step(total, own: Call):
+        lse, o, a = forward(_with_shared(own, call), options)
         return total if a is None else total + a, (lse[:, 0], o[:, :, 0])
 
-    start = None if plan.context == "none" else jnp.zeros(inputs.h.shape, jnp.float32)
-    a, (lse_KBJ, o_KBJR) = lax.scan(step, start, by_head)
-    return jnp.moveaxis(lse_KBJ, 0, 1), jnp.moveaxis(o_KBJR, 0, 2), a
+    start = None if options.average == "none" else jnp.zeros(call.h.shape, jnp.float32)
+    a, (lse_KBJ, o_KBJR) = lax.scan(step, start, _by_head(call))
+    return Outputs(jnp.moveaxis(lse_KBJ, 0, 1), jnp.moveaxis(o_KBJR, 0, 2), a)
 
 
-def backward_by_head(backward, inputs: Inputs, plan, lse, o, a, cotangents) -> Inputs:
-    """`backward` likewise; what reaches h is summed over the heads."""
-    constant, by_head = _split(inputs)
-    dlse, do, da = cotangents
+def backward_by_head(
+    backward: Callable[..., Call], call: Call, options: Options, outputs: Outputs, bar: Outputs
+) -> Call:
+    """Return `backward` likewise; what reaches h is summed over the heads."""
+    apart = lambda x: (jnp.moveaxis(x.lse, 1, 0), jnp.moveaxis(x.o, 2, 0))
+    of_head = lambda lse_BJ, o_BJR, a: Outputs(lse_BJ[:, None], o_BJR[:, :, None], a)
 
     def step(dh, x):
-        own, lse_BJ, o_BJR, dlse_BJ, do_BJR = x
+        own, own_outputs, own_bar = x
         found = backward(
-            _join(constant, own),
-            plan,
-            lse_BJ[:, None],
-            o_BJR[:, :, None],
-            a,
-            (dlse_BJ[:, None], do_BJR[:, :, None], da),
+            _with_shared(own, call),
+            options,
+            of_head(*own_outputs, outputs.a),
+            of_head(*own_bar, bar.a),
         )
         return dh + found.h.astype(jnp.float32), found._replace(h=None)
 
-    rows, wide = (lambda x: jnp.moveaxis(x, 1, 0)), (lambda x: jnp.moveaxis(x, 2, 0))
-    start = jnp.zeros(inputs.h.shape, jnp.float32)
-    dh, found = lax.scan(step, start, (by_head, rows(lse), wide(o), rows(dlse), wide(do)))
+    start = jnp.zeros(call.h.shape, jnp.float32)
+    dh, found = lax.scan(step, start, (_by_head(call), apart(outputs), apart(bar)))
     merge = lambda x: None if x is None else jnp.moveaxis(x[:, :, :, 0], 0, 2)
-    flat = lambda x: None if x is None else x[:, 0]
-    return Inputs(
+    biases = {n: x[:, 0] for n in BIASES if (x := getattr(found.scores, n)) is not None}
+    return Call(
         q=merge(found.q),
         k=merge(found.k),
         v=merge(found.v),
         g=jnp.moveaxis(found.g, 0, 2),
-        h=dh.astype(inputs.h.dtype),
-        slopes=flat(found.slopes),
-        self_bias=flat(found.self_bias),
-        segments=None,
+        h=dh.astype(call.h.dtype),
+        scores=Scores(**biases),
     )
 
 
-def _split(inputs: Inputs) -> tuple[Inputs, Inputs]:
-    """(what the heads share, what each has: the heads first)."""
-    nothing = Inputs(*[None] * len(inputs))
-    shared = nothing._replace(h=inputs.h, segments=inputs.segments)
-    own = inputs._replace(h=None, segments=None)
-    wide = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), own._replace(slopes=None, self_bias=None))
-    heads_alone = lambda x: None if x is None else x[:, None]
-    with_head = wide._replace(**{n: _one_head(getattr(wide, n)) for n in "qkv"})
-    return shared, with_head._replace(
-        slopes=heads_alone(inputs.slopes), self_bias=heads_alone(inputs.self_bias)
+def _by_head(call: Call) -> Call:
+    """What each head has of its own, the heads first: calls of one head."""
+    one = lambda x: None if x is None else jnp.moveaxis(x, 2, 0)[:, :, :, None]
+    biases = {n: x[:, None] for n in BIASES if (x := getattr(call.scores, n)) is not None}
+    return Call(
+        q=one(call.q),
+        k=one(call.k),
+        v=one(call.v),
+        g=jnp.moveaxis(call.g, 2, 0),
+        scores=Scores(**biases),
     )
 
 
-def _one_head(x_KBJR):
-    return None if x_KBJR is None else x_KBJR[:, :, :, None]
-
-
-def _join(shared: Inputs, own: Inputs) -> Inputs:
-    return own._replace(h=shared.h, segments=shared.segments)
+def _with_shared(own: Call, call: Call) -> Call:
+    scores = own.scores._replace(segments=call.scores.segments)
+    return own._replace(h=call.h, scores=scores)

@@ -4,9 +4,10 @@ The diagonal's scores g_i·h_j are the same for every head, so they are computed
 their gradient needs Σ_k dS^k alone. Such [B, P, P] arrays hold squares on or below the diagonal;
 what lies above is neither written nor read.
 
-Shapes as in `gpu_tiles`, with S a square's side, D model dim, C a chunk of it.
+Shapes as in `tiles`, with S a square's side, D model dim, C a chunk of it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,24 +15,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
+from cem_jax.kernels.gpu import tiles
 from cem_jax.kernels.gpu.backward import tile_derivatives
 from cem_jax.kernels.gpu.tiles import (
     Operands,
+    Output,
+    Rows,
     Task,
+    Tile,
     counting,
-    dot,
-    dot_heads,
-    exp2,
-    launch,
     padded_positions,
-    read_head,
-    read_lse,
-    read_rows,
-    scores,
-    shared_tile,
     square,
-)  # fmt: skip
+)
 
 _SUMMED = 64  # positions summed over at a time
 
@@ -45,8 +43,10 @@ class Product(NamedTuple):
     interpret: bool
 
 
-def common_score(a_BJD, b_BJD, scale: float):
-    """scale·a_i·b̄, b̄ the mean of b before the square of i, or b_0 in the first square. [B, J].
+def common_score(
+    a_BJD: Float[Array, "B J D"], b_BJD: Float[Array, "B J D"], scale: float
+) -> Float[Array, "B J"]:
+    """Return scale·a_i·b̄, b̄ the mean of b before the square of i, or b_0 in the first square.
 
     What a row's scores have in common: beside it, little is left for a short type to hold. What
     comes after a position takes no part in it.
@@ -63,8 +63,15 @@ def common_score(a_BJD, b_BJD, scale: float):
     return scale * common_BXS.reshape(batch, padded)[:, :positions]
 
 
-def pair_scores(a_BJD, b_BJD, scale: float, dtype, how: Product, offset_BJ=None):
-    """scale·a_i·b_j, less what is said of row i, clipped to what `dtype` holds. [B, P, P]."""
+def pair_scores(
+    a_BJD: Float[Array, "B J D"],
+    b_BJD: Float[Array, "B J D"],
+    scale: float,
+    dtype: DTypeLike,
+    how: Product,
+    offset_BJ: Float[Array, "B J"] | None = None,
+) -> Float[Array, "B P P"]:
+    """Return scale·a_i·b_j, less what is said of row i, clipped to what `dtype` holds."""
     batch, positions, dim = a_BJD.shape
     side, padded = square(positions), padded_positions(positions)
     offsets = ()
@@ -84,7 +91,7 @@ def pair_scores(a_BJD, b_BJD, scale: float, dtype, how: Product, offset_BJ=None)
                 read = lambda ref, block: _read(
                     ref, block * side, side, step * how.chunk, how.chunk, positions, dim
                 )
-                return sum_SS + dot(read(a_ref, x), read(b_ref, y), transposed=True)
+                return sum_SS + tiles.dot(read(a_ref, x), read(b_ref, y), transposed=True)
 
             start = jnp.zeros((side, side), jnp.float32)
             sum_SS = scale * lax.fori_loop(
@@ -105,8 +112,14 @@ def pair_scores(a_BJD, b_BJD, scale: float, dtype, how: Product, offset_BJ=None)
     )(a_BJD, b_BJD, *offsets)
 
 
-def weighted_sums(pairs, dtype, how: Product, *, over_queries: bool):
-    """Σ over pairs (w [B, P, P], x [B, J, D]) of Σ_j w_ij x_j, or Σ_i w_ij x_i. [B, J, D]."""
+def weighted_sums(
+    pairs: Sequence[tuple[Float[Array, "B P P"], Float[Array, "B J D"]]],
+    dtype: DTypeLike,
+    how: Product,
+    *,
+    over_queries: bool,
+) -> Float[Array, "B J D"]:
+    """Return Σ over pairs (w [B, P, P], x [B, J, D]) of Σ_j w_ij x_j, or Σ_i w_ij x_i."""
     batch, positions, dim = pairs[0][1].shape
     side, padded = square(positions), padded_positions(positions)
     blocks, chunks, step = padded // side, pl.cdiv(dim, how.chunk), min(_SUMMED, side)
@@ -120,7 +133,7 @@ def weighted_sums(pairs, dtype, how: Product, *, over_queries: bool):
             shape = (step, side) if over_queries else (side, step)
             w = w_ref[pl.ds(row, shape[0]), pl.ds(column, shape[1])]
             x = _read(x_ref, other * step, step, c0, how.chunk, positions, dim)
-            return sum_SC + dot(w.T if over_queries else w, x)
+            return sum_SC + tiles.dot(w.T if over_queries else w, x)
 
         of_own = own * (side // step)
         first, end = (of_own, padded // step) if over_queries else (0, of_own + side // step)
@@ -170,8 +183,10 @@ def _read(ref, start, size: int, c0, chunk: int, positions: int, dim: int):
     return target[...] if mask is None else triton.load(target, mask=mask, other=0.0)
 
 
-def head_sums(operands: Operands, task: Task, *, derivative: bool, probability: bool) -> tuple:
-    """(Σ_k c·dS^k, Σ_k P^k), those asked for, [B, P, P] each in the dtype of q.
+def head_sums(
+    operands: Operands, task: Task, *, derivative: bool, probability: bool
+) -> tuple[Float[Array, "B P P"], ...]:
+    """Return (Σ_k c·dS^k, Σ_k P^k), those asked for, [B, P, P] each in the dtype of q.
 
     All heads run inside a program, so the sum over them needs no memory but its own.
     """
@@ -179,9 +194,9 @@ def head_sums(operands: Operands, task: Task, *, derivative: bool, probability: 
     shape = jax.ShapeDtypeStruct((batch, task.padded, task.padded), operands.q.dtype)
     spec = pl.BlockSpec((None, task.queries, task.keys), lambda y, x, b: (b, x, y))
     grid = (task.padded // task.keys, task.padded // task.queries, batch)
-    outputs = [(shape, spec)] * (derivative + probability)
+    outputs = (Output(shape, spec),) * (derivative + probability)
 
-    def kernel(refs: Operands, *out_refs, task: Task):
+    def kernel(refs: Operands, out_refs: tuple, task: Task):
         i0, j0 = pl.program_id(1) * task.queries, pl.program_id(0) * task.keys
         crosses = (j0 + task.keys - 1 > i0) & (j0 < i0 + task.queries)
         of_square = lambda x: lax.div(x, jnp.int32(square(task.positions)))
@@ -191,32 +206,32 @@ def head_sums(operands: Operands, task: Task, *, derivative: bool, probability: 
             for ref, sum_IN in zip(out_refs, sums, strict=True):
                 ref[...] = sum_IN.astype(ref.dtype)
 
-        summed = lambda edge: _sum_over_heads(refs, i0, j0, task, derivative, probability, edge)
-        pl.when(j0 + task.keys - 1 <= i0)(lambda: write(summed(False)))
-        pl.when(crosses)(lambda: write(summed(True)))
+        def write_sums(edge: bool):
+            tile = tiles.tile_at(refs, None, i0, j0, task, edge=edge)
+            write(_sum_over_heads(refs, tile, task, derivative, probability))
+
+        pl.when(j0 + task.keys - 1 <= i0)(lambda: write_sums(False))
+        pl.when(crosses)(lambda: write_sums(True))
         nothing = jnp.zeros((task.queries, task.keys), jnp.float32)
         pl.when(above)(lambda: write([nothing] * len(out_refs)))
 
-    return tuple(launch(kernel, operands, grid, outputs, task, "cem_head_sums"))
+    return tiles.launch(kernel, operands, grid, outputs, task, "cem_head_sums")
 
 
-def _sum_over_heads(refs: Operands, i0, j0, task: Task, derivative, probability, edge) -> tuple:
-    tile_IN = None if refs.tile is None else shared_tile(refs.tile, i0, j0, task, False)
-    extra_IN = None if refs.extra is None else shared_tile(refs.extra, i0, j0, task, False)
-
+def _sum_over_heads(refs: Operands, of_heads: Tile, task: Task, derivative, probability) -> tuple:
     def visit(head, sums):
-        read_queries = lambda ref: read_head(ref, i0, task.queries, head, task)
-        q, k = read_queries(refs.q), read_head(refs.k, j0, task.keys, head, task)
-        lse_I = read_lse(refs, i0, head, task)
+        tile = of_heads._replace(head=head)
+        of_queries = lambda ref: tiles.read_head(ref, tile.i0, task.queries, head, task)
+        of_keys = lambda ref: tiles.read_head(ref, tile.j0, task.keys, head, task)
+        q, k = of_queries(refs.q), of_keys(refs.k)
+        lse_I = tiles.read_lse(refs, tile.i0, head, task)
         if not derivative:
-            t, offset = scores(refs, dot_heads(q, k), tile_IN, head, i0, j0, task, edge=edge)
-            return (sums[0] + exp2(t - (lse_I - offset)[:, None], task),)
-        v = k if refs.v is None else read_head(refs.v, j0, task.keys, head, task)
-        delta_I = read_rows(refs.delta, i0, task.queries, head, task)
-        p_IN, ds_IN = tile_derivatives(
-            refs, q, k, v, read_queries(refs.do), lse_I, delta_I, head, i0, j0, task, edge=edge,
-            tile=tile_IN, extra=extra_IN,
-        )  # fmt: skip
+            p_IN = tiles.probabilities(refs, tiles.dot_heads(q, k), lse_I, tile, task)
+            return (sums[0] + p_IN,)
+        v = k if refs.v is None else of_keys(refs.v)
+        delta_I = tiles.read_rows(refs.delta, tile.i0, task.queries, head, task)
+        rows = Rows(q, of_queries(refs.do), lse_I, delta_I)
+        p_IN, ds_IN = tile_derivatives(refs, rows, k, v, tile, task)
         found = (ds_IN, p_IN) if probability else (ds_IN,)
         return tuple(s + x for s, x in zip(sums, found, strict=True))
 

@@ -12,7 +12,7 @@ Shapes: B batch · J positions · P positions padded to whole squares · K heads
 I, N positions of a query and of a key block · L lanes of a piece.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,12 +20,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int, Shaped
+
+from cem_jax.kernels.call import BIASES, Scores
 
 LOG2E = 1.4426950408889634
 # Head-shared tiles are written and read by squares of this many positions on or below the diagonal.
 SQUARE = 128
 SMALLEST = 16  # positions or lanes of one matrix instruction
 _HIDDEN = -1e30  # finite: a row's running maximum may be of hidden scores alone
+
+Ref = Any  # a reference into memory; Pallas has no public type of it
+Index = int | Int[Array, ""]
+Pieces = tuple[Float[Array, "I L"], ...]  # of a head's lanes
+InTile = Float[Array, "I N"] | Float[Array, "N I"]
 
 
 class Operands(NamedTuple):
@@ -35,13 +43,11 @@ class Operands(NamedTuple):
     k: Any = None  # [B, J, K, R]
     v: Any = None  # [B, J, K, R]; None: the keys
     do: Any = None  # [B, J, K, R]
-    tile: Any = None  # log2(e)·c·g_i·h_j, shared by the heads [B, P, P]
-    extra: Any = None  # E = e_i·h_j, what the context adds to dP [B, P, P]
+    shared: Any = None  # log2(e)·c·g_i·h_j, of all heads [B, P, P]
+    cross: Any = None  # E = e_i·h_j, what the average of h adds to dP [B, P, P]
     lse: Any = None  # log2(e)·lse [B, K, J]
     delta: Any = None  # c·Δ [B, K, J]
-    slopes: Any = None  # [K]
-    self_bias: Any = None  # [K]
-    segments: Any = None  # [B, J]
+    scores: Scores = Scores()
 
 
 class Task(NamedTuple):
@@ -50,7 +56,7 @@ class Task(NamedTuple):
     positions: int
     heads: int
     width: int  # of a head
-    scale: float  # c = 1/τ
+    c: float  # 1/τ
     queries: int
     keys: int
     warps: int
@@ -66,6 +72,34 @@ class Task(NamedTuple):
         return self.padded != self.positions
 
 
+class Tile(NamedTuple):
+    """A tile of one head: queries i0 … against keys j0 …, [I, N], or [N, I] with `keys_first`."""
+
+    head: Any
+    i0: Any
+    j0: Any
+    edge: bool  # whether it reaches the diagonal
+    keys_first: bool
+    shared: Any  # its parts of `Operands.shared` and `Operands.cross`, in float32
+    cross: Any
+
+
+class Rows(NamedTuple):
+    """A block of queries of one head, read for the backward pass."""
+
+    q: tuple
+    do: tuple
+    lse_I: Any
+    delta_I: Any
+
+
+class Output(NamedTuple):
+    """An array that a kernel writes, and the part of it that is a program's."""
+
+    shape: jax.ShapeDtypeStruct
+    spec: pl.BlockSpec
+
+
 class Piece(NamedTuple):
     """Lanes of a head that are read together."""
 
@@ -75,7 +109,7 @@ class Piece(NamedTuple):
 
 
 def square(positions: int) -> int:
-    """Positions of a square: fewer than SQUARE only where there are fewer."""
+    """Return the positions of a square: fewer than SQUARE only where there are fewer."""
     return min(SQUARE, max(SMALLEST, pl.next_power_of_2(positions)))
 
 
@@ -84,7 +118,7 @@ def padded_positions(positions: int) -> int:
 
 
 def pieces(width: int) -> tuple[Piece, ...]:
-    """One power of two, or two where that reads fewer lanes."""
+    """Return one power of two, or two where that reads fewer lanes."""
     whole = max(SMALLEST, pl.next_power_of_2(width))
     first = whole // 2
     rest = max(SMALLEST, pl.next_power_of_2(max(1, width - first)))
@@ -94,7 +128,7 @@ def pieces(width: int) -> tuple[Piece, ...]:
 
 
 def lanes(width: int) -> int:
-    """Lanes that a head is read as."""
+    """Return the lanes that a head is read as."""
     last = pieces(width)[-1]
     return last.start + last.size
 
@@ -102,45 +136,62 @@ def lanes(width: int) -> int:
 # Calling a kernel
 
 
-def launch(kernel, operands: Operands, grid, outputs: Sequence, task: Task, name: str):
-    """`kernel(refs: Operands, *output refs, task)` over `grid`, whose first axis runs fastest.
+def launch(
+    kernel: Callable,
+    operands: Operands,
+    grid: tuple[int, ...],
+    outputs: Any,
+    task: Task,
+    name: str,
+) -> Any:
+    """Run `kernel(refs: Operands, output refs, task)` over `grid`, whose first axis runs fastest.
 
-    The batch is the last axis of the grid. `outputs`: (shape and dtype, BlockSpec) each.
+    The batch is the last axis of the grid. `outputs`: a tree of `Output`, as the result is one.
     """
+    each = lambda f: jax.tree.map(f, outputs, is_leaf=lambda x: isinstance(x, Output))
 
-    def body(refs, *out_refs):
-        kernel(refs, *out_refs, task=task)
+    def body(refs, out_refs):
+        kernel(refs, out_refs, task)
 
     body.__name__ = name
-    return pl.pallas_call(
+    [found] = pl.pallas_call(
         body,
         grid=grid,
         in_specs=(_whole(operands, task),),
-        out_specs=tuple(spec for _, spec in outputs),
-        out_shape=tuple(shape for shape, _ in outputs),
+        out_specs=(each(lambda x: x.spec),),
+        out_shape=(each(lambda x: x.shape),),
         compiler_params=triton.CompilerParams(num_warps=task.warps, num_stages=task.stages),
         interpret=task.interpret,
         name=name,
     )(operands)
+    return found
 
 
 def _whole(operands: Operands, task: Task) -> Operands:
     """Each array as all that belongs to one batch element; a program reads its own part."""
-    of_head = (None, task.padded, task.heads, lanes(task.width))
-    shapes = dict.fromkeys(("q", "k", "v", "do"), of_head)
-    shapes |= dict.fromkeys(("tile", "extra"), (None, task.padded, task.padded))
-    shapes |= dict.fromkeys(("lse", "delta"), (None, task.heads, task.padded))
-    shapes |= dict.fromkeys(("slopes", "self_bias"), (task.heads,))
-    shapes["segments"] = (None, task.padded)
-    return Operands(
-        **{
-            name: None if x is None else _spec(shapes[name])
-            for name, x in operands._asdict().items()
-        }
+    of_head = _spec(None, task.padded, task.heads, lanes(task.width))
+    of_pairs = _spec(None, task.padded, task.padded)
+    of_rows = _spec(None, task.heads, task.padded)
+    specs = Operands(
+        q=of_head,
+        k=of_head,
+        v=of_head,
+        do=of_head,
+        shared=of_pairs,
+        cross=of_pairs,
+        lse=of_rows,
+        delta=of_rows,
+        scores=Scores(
+            **dict.fromkeys(BIASES, _spec(task.heads)), segments=_spec(None, task.padded)
+        ),
+    )
+    absent = lambda x: x is None
+    return jax.tree.map(
+        lambda x, spec: None if x is None else spec, operands, specs, is_leaf=absent
     )
 
 
-def _spec(shape) -> pl.BlockSpec:
+def _spec(*shape: int | None) -> pl.BlockSpec:
     rest = (0,) * (len(shape) - 1)
     batched = shape[0] is None
     return pl.BlockSpec(shape, lambda *program: (program[-1] if batched else 0, *rest))
@@ -149,8 +200,8 @@ def _spec(shape) -> pl.BlockSpec:
 # Reading and writing
 
 
-def read_head(ref, start, size: int, head, task: Task) -> tuple:
-    """Positions `start` … of one head, a [size, L] array a piece; 0 where there is nothing."""
+def read_head(ref: Ref, start: Index, size: int, head: Index, task: Task) -> Pieces:
+    """Read positions `start` … of one head, [size, L] per piece; 0 where there is nothing."""
     return tuple(
         _read(
             ref.at[pl.ds(start, size), head, pl.ds(piece.start, piece.size)],
@@ -164,13 +215,15 @@ def read_head(ref, start, size: int, head, task: Task) -> tuple:
     )
 
 
-def read_rows(ref, start, size: int, head, task: Task, other=0.0):
-    """A number for each of the positions `start` … of one head. [size]."""
+def read_rows(
+    ref: Ref, start: Index, size: int, head: Index, task: Task, other: float = 0.0
+) -> Float[Array, " I"]:
+    """Read a number for each of `size` positions from `start` on of one head."""
     return _read(ref.at[head, pl.ds(start, size)], _within(start, size, task, ndim=1), other)
 
 
-def read_lse(refs: Operands, start, head, task: Task):
-    """log2(e)·lse; ∞ for a query that padding added, whose probabilities are then 0. [I]."""
+def read_lse(refs: Operands, start: Index, head: Index, task: Task) -> Float[Array, " I"]:
+    """Read log2(e)·lse; ∞ for a query that padding added, whose probabilities are then 0."""
     return read_rows(refs.lse, start, task.queries, head, task, jnp.inf)
 
 
@@ -191,8 +244,8 @@ def _both(rows, columns):
     return rows & columns
 
 
-def write_head(ref, values: Sequence, task: Task) -> None:
-    """A [I, L] array a piece into a block of one head; the last lanes of it are not written."""
+def write_head(ref: Ref, values: Pieces, task: Task) -> None:
+    """Write [I, L] per piece into a block of one head, but for lanes that padding added."""
     for piece, value in zip(pieces(task.width), values, strict=True):
         target = ref.at[:, pl.ds(piece.start, piece.size)]
         value = value.astype(ref.dtype)
@@ -202,21 +255,23 @@ def write_head(ref, values: Sequence, task: Task) -> None:
             triton.store(target, value, mask=counting(piece.size)[None] < piece.used)
 
 
-def head_block(task: Task, size: int, number) -> pl.BlockSpec:
-    """Block `number(block)` of `size` positions of one head, for programs (head, block, batch)."""
+def head_block(task: Task, size: int, number: Callable) -> pl.BlockSpec:
+    """Return the spec of block `number(block)` of one head, for programs (head, block, batch)."""
     return pl.BlockSpec((None, size, None, lanes(task.width)), lambda k, x, b: (b, number(x), k, 0))
 
 
-def row_block(size: int, number) -> pl.BlockSpec:
-    """The same of an array [B, K, J]."""
+def row_block(size: int, number: Callable) -> pl.BlockSpec:
+    """Return the spec of `size` positions of one head of an array [B, K, J]."""
     return pl.BlockSpec((None, None, size), lambda k, x, b: (b, k, number(x)))
 
 
 # Arithmetic
 
 
-def dot(a, b, *, transposed=False):
-    """a b, or a bᵀ, summed in float32; float32 factors are not rounded."""
+def dot(
+    a: Float[Array, "M K"], b: Float[Array, "#K #N"], *, transposed: bool = False
+) -> Float[Array, "M N"]:
+    """Return a b, or a bᵀ, summed in float32; float32 factors are not rounded."""
     precise = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(
         a,
@@ -227,16 +282,16 @@ def dot(a, b, *, transposed=False):
     )
 
 
-def multiply_add(x, factor: float, y, task: Task):
-    """factor·x + y in one instruction, which Triton would not contract."""
+def multiply_add(x: InTile, factor: float, y: InTile, task: Task) -> InTile:
+    """Return factor·x + y in one instruction, which Triton would not contract."""
     if task.interpret:
         return factor * x + y
     factor = jnp.full(x.shape, factor, jnp.float32)
     return _instruct("fma.rn.f32 $0, $1, $2, $3;", (x, factor, jnp.broadcast_to(y, x.shape)))
 
 
-def exp2(x, task: Task):
-    """2^x in one instruction: the exact one treats subnormal results in three more."""
+def exp2(x: Float[Array, "..."], task: Task) -> Float[Array, "..."]:
+    """Return 2^x in one instruction: the exact one treats subnormal results in three more."""
     if task.interpret:
         return jnp.exp2(x)
     return _instruct("ex2.approx.ftz.f32 $0, $1;", (x,))
@@ -253,77 +308,154 @@ def _instruct(assembly: str, arguments: Sequence):
     return result
 
 
-def dot_heads(a: Sequence, b: Sequence):
-    """Σ over the pieces of a bᵀ."""
+def dot_heads(a: Pieces, b: Pieces) -> InTile:
+    """Return Σ over the pieces of a bᵀ."""
     total = dot(a[0], b[0], transposed=True)
     for x, y in zip(a[1:], b[1:], strict=True):
         total += dot(x, y, transposed=True)
     return total
 
 
-def accumulate(sums: Sequence, weights, values: Sequence) -> tuple:
-    """sums + weights·values, piece by piece."""
+def accumulate(sums: Pieces, weights: InTile, values: Pieces) -> Pieces:
+    """Return sums + weights·values, piece by piece."""
     return tuple(s + dot(weights, x) for s, x in zip(sums, values, strict=True))
 
 
-def zeros(size: int, task: Task) -> tuple:
+def zeros(size: int, task: Task) -> Pieces:
     return tuple(jnp.zeros((size, piece.size), jnp.float32) for piece in pieces(task.width))
 
 
-def shared_tile(ref, i0, j0, task: Task, keys_first: bool):
-    """A tile of a head-shared array, in float32. [I, N], or [N, I]."""
+def tile_at(
+    refs: Operands,
+    head: Index | None,
+    i0: Index,
+    j0: Index,
+    task: Task,
+    *,
+    edge: bool,
+    keys_first: bool = False,
+) -> Tile:
+    """Return the tile of queries i0 … and keys j0 …, with its parts of head-shared arrays."""
+    part = lambda ref: None if ref is None else shared_tile(ref, i0, j0, task, keys_first)
+    return Tile(head, i0, j0, edge, keys_first, part(refs.shared), part(refs.cross))
+
+
+def shared_tile(ref: Ref, i0: Index, j0: Index, task: Task, keys_first: bool) -> InTile:
+    """Return a tile of a head-shared array, in float32."""
     tile = ref[pl.ds(i0, task.queries), pl.ds(j0, task.keys)]
     return (tile.T if keys_first else tile).astype(jnp.float32)
 
 
-def over_queries(x, keys_first: bool):
-    """A number for each query of a tile, to be broadcast over the keys."""
+def over_queries(x: Shaped[Array, " I"], keys_first: bool) -> Shaped[Array, "A C"]:
+    """Return a number per query so that it broadcasts over a tile's keys."""
     return x[None] if keys_first else x[:, None]
 
 
-def over_keys(x, keys_first: bool):
+def over_keys(x: Shaped[Array, " N"], keys_first: bool) -> Shaped[Array, "A C"]:
+    """Return a number per key so that it broadcasts over a tile's queries."""
     return x[:, None] if keys_first else x[None]
 
 
-def scores(refs: Operands, qk, tile, head, i0, j0, task: Task, *, edge: bool, keys_first=False):
-    """(t, offset): s·log2(e) = t + offset, offset [I]. t [I, N], or [N, I] with `keys_first`.
+def scores(refs: Operands, qk: InTile, tile: Tile, task: Task) -> tuple[InTile, Float[Array, " I"]]:
+    """Return (t, offset): s·log2(e) = t + offset.
 
-    `qk` are the products of queries and keys, `tile` is what the heads share. `edge`: whether the
-    tile reaches the diagonal.
+    `qk` are the products of queries and keys.
     """
-    scale = task.scale * LOG2E
-    t = scale * qk if tile is None else multiply_add(qk, scale, tile, task)
+    keys_first, biases = tile.keys_first, refs.scores
+    scale = task.c * LOG2E
+    t = scale * qk if tile.shared is None else multiply_add(qk, scale, tile.shared, task)
     i, j = counting(task.queries), counting(task.keys)
     offset = jnp.zeros((task.queries,), jnp.float32)
-    if refs.slopes is not None:
-        slope = refs.slopes[head] * LOG2E
+    if biases.slopes is not None:
+        slope = biases.slopes[tile.head] * LOG2E
         t += over_keys(slope * j.astype(jnp.float32), keys_first)
-        offset = slope * (j0 - i0).astype(jnp.float32) - slope * i.astype(jnp.float32)
-    query, key = over_queries(i0 + i, keys_first), over_keys(j0 + j, keys_first)
-    if edge and refs.self_bias is not None:
-        t = jnp.where(query == key, t + refs.self_bias[head] * LOG2E, t)
-    visible = query >= key if edge else None
-    if refs.segments is not None:
-        own = read_segments(refs, i0, task.queries, task)
-        other = read_segments(refs, j0, task.keys, task)
+        offset = slope * (tile.j0 - tile.i0).astype(jnp.float32) - slope * i.astype(jnp.float32)
+    query, key = over_queries(tile.i0 + i, keys_first), over_keys(tile.j0 + j, keys_first)
+    if tile.edge and biases.self_bias is not None:
+        t = jnp.where(query == key, t + biases.self_bias[tile.head] * LOG2E, t)
+    visible = query >= key if tile.edge else None
+    if biases.segments is not None:
+        own = read_segments(refs, tile.i0, task.queries, task)
+        other = read_segments(refs, tile.j0, task.keys, task)
         same = over_queries(own, keys_first) == over_keys(other, keys_first)
         visible = same if visible is None else visible & same
     return (t if visible is None else jnp.where(visible, t, _HIDDEN)), offset
 
 
-def read_segments(refs: Operands, start, size: int, task: Task):
-    return _read(refs.segments.at[pl.ds(start, size)], _within(start, size, task, ndim=1), 0)
+def probabilities(
+    refs: Operands, qk: InTile, lse_I: Float[Array, " I"], tile: Tile, task: Task
+) -> InTile:
+    """Return exp(s − lse) of a tile; `qk` as for `scores`."""
+    t, offset_I = scores(refs, qk, tile, task)
+    return exp2(t - over_queries(lse_I - offset_I, tile.keys_first), task)
 
 
-def keys_of(i0, task: Task):
-    """Key blocks of the queries i0 …: (first at the diagonal, end)."""
+def add_bias_gradients(
+    refs: Operands, sums: Scores, tile: Tile, ds_NI: Float[Array, "N I"], task: Task
+) -> Scores:
+    """Return `sums` [N] plus Σ_i (i − j) c·dS and the c·dS of i = j, keys first."""
+    if refs.scores.slopes is not None:
+        far_N = _distances(ds_NI.astype(refs.q.dtype), tile.i0 - tile.j0)
+        sums = sums._replace(slopes=sums.slopes + far_N)
+    if refs.scores.self_bias is not None and tile.edge:
+        i, j = tile.i0 + counting(task.queries), tile.j0 + counting(task.keys)
+        own_N = jnp.where(i[None] == j[:, None], ds_NI, 0.0).sum(1)
+        sums = sums._replace(self_bias=sums.self_bias + own_N)
+    return sums
+
+
+def bias_gradients(sums: Scores, task: Task) -> Scores:
+    """Return the gradients of the biases from what `add_bias_gradients` found, [B, K, J]."""
+    total = lambda x: None if x is None else x.sum((0, 2)) / task.c
+    slopes = total(sums.slopes)
+    return Scores(slopes=None if slopes is None else -slopes, self_bias=total(sums.self_bias))
+
+
+def _distances(ds_NI, ahead):
+    """Σ_i (i − j) dS of a tile whose queries start `ahead` of its keys. [N].
+
+    Both sums that it takes, of dS and of dS times the place in the block, are one matrix
+    instruction: places are exact in low precision, and the vector units are the busier ones.
+    """
+    keys, queries = ds_NI.shape
+    i_I1, column_1M = counting(queries)[:, None], counting(SMALLEST)[None]
+    weights_IM = jnp.where(column_1M == 0, i_I1, jnp.where(column_1M == 1, 1, 0))
+    sums_NM = dot(ds_NI, weights_IM.astype(ds_NI.dtype))
+    shift_N1 = (ahead - counting(keys)).astype(jnp.float32)[:, None]
+    shift_NM = jnp.where(column_1M == 0, 1.0, jnp.where(column_1M == 1, shift_N1, 0.0))
+    return (sums_NM * shift_NM).sum(1)
+
+
+def read_rows_of(refs: Operands, start: Index, head: Index, task: Task) -> Rows:
+    """Read the queries `start` … of one head."""
+    return Rows(
+        read_head(refs.q, start, task.queries, head, task),
+        read_head(refs.do, start, task.queries, head, task),
+        read_lse(refs, start, head, task),
+        read_rows(refs.delta, start, task.queries, head, task),
+    )
+
+
+def read_keys(refs: Operands, start: Index, head: Index, task: Task) -> tuple[Pieces, Pieces]:
+    """Read k and v of the keys `start` … of one head."""
+    k = read_head(refs.k, start, task.keys, head, task)
+    return k, k if refs.v is None else read_head(refs.v, start, task.keys, head, task)
+
+
+def read_segments(refs: Operands, start: Index, size: int, task: Task) -> Int[Array, " I"]:
+    """Read the document ids of the positions `start` …."""
+    return _read(refs.scores.segments.at[pl.ds(start, size)], _within(start, size, task, ndim=1), 0)
+
+
+def keys_of(i0: Index, task: Task) -> tuple[Index, Index]:
+    """Return the key blocks of the queries i0 …: (first at the diagonal, end)."""
     first = _divided(i0, task.keys)
     end = _divided(i0 + task.queries + task.keys - 1, task.keys)
     return first, jnp.minimum(end, pl.cdiv(task.positions, task.keys))
 
 
-def queries_of(j0, task: Task):
-    """Query blocks of the keys j0 …: (first, first below the diagonal, end)."""
+def queries_of(j0: Index, task: Task) -> tuple[Index, Index, Index]:
+    """Return the query blocks of the keys j0 …: (first, first below the diagonal, end)."""
     first = _divided(j0, task.queries)
     below = _divided(j0 + task.keys + task.queries - 2, task.queries)
     end = pl.cdiv(task.positions, task.queries)
@@ -335,8 +467,8 @@ def _divided(x, size: int):
     return lax.div(x, jnp.int32(size))
 
 
-def sweep(visit, start, full: tuple, edge: tuple, edge_first=False):
-    """`visit(block, carry, edge)` over two ranges of blocks, those at the diagonal being `edge`."""
+def sweep(visit: Callable, start: Any, full: tuple, edge: tuple, edge_first: bool = False) -> Any:
+    """Run `visit(block, carry, edge)` over two ranges of blocks, `edge` at the diagonal."""
     run = lambda bounds, at_edge, carry: lax.fori_loop(
         *bounds, lambda block, carry: visit(block, carry, at_edge), carry
     )
@@ -345,5 +477,6 @@ def sweep(visit, start, full: tuple, edge: tuple, edge_first=False):
     return run(edge, True, run(full, False, start))
 
 
-def counting(size: int):
+def counting(size: int) -> Int[Array, " I"]:
+    """Return 0 … size − 1."""
     return jnp.arange(size, dtype=jnp.int32)

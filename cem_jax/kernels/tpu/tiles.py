@@ -6,38 +6,119 @@ columns has R rows instead, which the matrix unit need not pad to 128.
 
 Shapes: J positions · K heads · R head dim, S the same in whole tiles · D model dim ·
 I, N positions of a query and a key block · L 128 lanes.
-Scratch, laid out once a block and kept while its batch element lasts:
-
-    k, v [K, J, S]  kT, vT [K, S, J]  h [J, D]  hT [D, J]  qT, doT [K, S, I]  gT [D, I], [K, D, I]
 
 A block of queries sees no later key, so resident kernels lay keys out as their block comes by. To
-streamed kernels all of these come laid out, a block of keys in place of J.
+streamed kernels operands come laid out, a block of keys in place of J.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from cem_jax.kernels.tpu.plan import LANES, Sizes
+from cem_jax.kernels.call import BIASES, Scores
+from cem_jax.kernels.tpu.layout import LANES, Index, Program, Sizes
 
 STRIP = 256  # queries of a piece of a tile on the diagonal
 HIDDEN = -1e30  # a score's, before scaling; finite, so that no difference of two is NaN
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
+Ref = Any  # a reference into memory; Pallas has no public type of it
 
 
-def product(a, b, over: tuple[int, int], sizes: Sizes):
-    """a·b summed over one axis of each, in float32."""
+class Refs(NamedTuple):
+    """References into memory by name; None for what a kernel has not.
+
+    Operands are laid out once per block, and kept while their batch element lasts.
+    """
+
+    # operands of the tiles
+    qT: Any = None  # [K, S, I]
+    k: Any = None  # [K, J, S]
+    kT: Any = None  # [K, S, J]
+    v: Any = None  # [K, J, S]
+    vT: Any = None  # [K, S, J]
+    gT: Any = None  # [D, I], [K, D, I]
+    h: Any = None  # [J, D]
+    hT: Any = None  # [D, J]
+    doT: Any = None  # [K, S, I]
+    eT: Any = None  # gradient of a: [D, I]
+    scores: Scores = Scores()  # biases in SMEM, segments of the queries [1, I]
+    segment_columns: Any = None  # of the keys, the same in every lane: [J, L]
+    # what the heads share of a tile's scores, and may add up over a tile
+    shared: Any = None  # [N, I]
+    cross: Any = None  # E_ij = e_i·h_j: [N, I]
+    ds_sum: Any = None  # [N, I]
+    p_sum: Any = None  # [N, I]
+    # sums of a block of queries, forward
+    peak: Any = None  # running maximum of the scores in base 2: [K, 1, I]
+    total: Any = None  # Σ_j p, unnormalized: [K, 1, I]
+    oT: Any = None  # [K, S, I]
+    aT: Any = None  # [D, I]
+    # and backward
+    minus_lse: Any = None  # −lse without the query's bias, times log₂e: [K, 1, I]
+    delta: Any = None  # Δ: [K, 1, I], as an input [K, I]
+    dqT: Any = None  # [K, S, I]
+    dgT: Any = None  # as gT
+    dkT: Any = None  # [K, S, J]
+    dvT: Any = None  # [K, S, J]
+    dhT: Any = None  # [D, J]
+    dscores: Scores = Scores()  # a sum per lane: [K, 1, I]
+    # blocks of a resident kernel's inputs, beside k, v, h, positions last: [·, I]
+    q: Any = None
+    g: Any = None
+    do: Any = None
+    da: Any = None
+    # blocks of the outputs; lse also an input
+    lse: Any = None  # [K, I]
+    o: Any = None
+    a: Any = None
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+    dg: Any = None
+    dh: Any = None
+
+
+def refs_of(named: dict[str, Any]) -> Refs:
+    """Return the record of references by name."""
+    named = dict(named)
+    scores = {n: named.pop(n) for n in Scores._fields if n in named}
+    dscores = {n: named.pop(f"d{n}") for n in BIASES if f"d{n}" in named}
+    return Refs(**named, scores=Scores(**scores), dscores=Scores(**dscores))
+
+
+def merged(program: Program) -> Refs:
+    """Return what the tiles use: operands that come laid out or are in scratch, and sums."""
+    kept = {name: ref for name, ref in program.kept._asdict().items() if ref is not None}
+    kept |= dict(scores=program.inputs.scores, dscores=program.outputs.dscores)
+    return program.inputs._replace(**kept)
+
+
+def clear(*refs: Ref | None) -> None:
+    """Write zeros into those that there are."""
+    for ref in refs:
+        if ref is not None:
+            ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+
+def product(
+    a: Float[Array, "M N"], b: Float[Array, "P Q"], over: tuple[int, int], sizes: Sizes
+) -> Float[Array, "A C"]:
+    """Return a·b summed over one axis of each, in float32."""
     return lax.dot_general(
         a, b, (((over[0],), (over[1],)), ((), ())),
         precision=sizes.precision, preferred_element_type=jnp.float32,
     )  # fmt: skip
 
 
-def span(start, size: int):
+def span(start: Index, size: int) -> pl.Slice:
+    """Return `size` positions from `start` on, a multiple of 128."""
     return pl.ds(pl.multiple_of(start, LANES), size)
 
 
@@ -45,7 +126,7 @@ def head_slice(head: int, width: int) -> slice:
     return slice(head * width, (head + 1) * width)
 
 
-def for_each_head(visit, sizes: Sizes, together: int):
+def for_each_head(visit: Callable, sizes: Sizes, together: int) -> None:
     """visit(head) for all; `together` at a time, for the scheduler to interleave.
 
     A visit may return a function that writes its results: it is called once all of those together
@@ -63,8 +144,14 @@ def for_each_head(visit, sizes: Sizes, together: int):
     lax.fori_loop(0, sizes.heads // step, some, 0)
 
 
-def lay_out_heads(block_DI, sizes: Sizes, *, rows=None, columns=None):
-    """Each head's rows of a block: into `rows` [K, S, ·], and transposed into `columns` [K, ·, S].
+def lay_out_heads(
+    block_DI: Ref,
+    sizes: Sizes,
+    *,
+    rows: tuple[Ref, Index] | None = None,
+    columns: tuple[Ref, Index] | None = None,
+) -> None:
+    """Write each head's rows of a block into `rows` [K, S, ·], transposed into `columns` [K, ·, S].
 
     Both are (ref, start of the block's positions in it). Zeros pad the head dim.
     """
@@ -81,28 +168,27 @@ def lay_out_heads(block_DI, sizes: Sizes, *, rows=None, columns=None):
             ref[head, span(start, sizes.queries), :] = head_SI.T
 
 
-def lay_out_diagonal(inputs: dict, refs: dict, start, sizes: Sizes):
-    """g and h; `refs` gains gT."""
+def lay_out_diagonal(inputs: Refs, refs: Refs, start: Index, sizes: Sizes) -> None:
+    """Lay out h and, if each head has its own, g; a shared g is read where it comes in."""
     if sizes.diagonal == "none":
         return
-    refs["h"][span(start, sizes.queries), :] = inputs["h"][...].T
-    if "hT" in refs:
-        refs["hT"][:, span(start, sizes.queries)] = inputs["h"][...]
-    if sizes.diagonal == "shared":
-        refs["gT"] = inputs["g"]
-        return
-    for head in range(sizes.heads):
-        refs["gT"][head] = inputs["g"][head_slice(head, sizes.model), :]
+    refs.h[span(start, sizes.queries), :] = inputs.h[...].T
+    if refs.hT is not None:
+        refs.hT[:, span(start, sizes.queries)] = inputs.h[...]
+    if sizes.diagonal == "per_head":
+        for head in range(sizes.heads):
+            refs.gT[head] = inputs.g[head_slice(head, sizes.model), :]
 
 
-def lay_out_segments(segments_ref, columns_ref, start, sizes: Sizes):
-    """Document ids of a block of keys along sublanes, the same in every lane. [J, L]."""
-    row_LI = jnp.broadcast_to(segments_ref[...], (LANES, sizes.queries))
-    columns_ref[span(start, sizes.queries), :] = row_LI.T
+def lay_out_segments(refs: Refs, start: Index, sizes: Sizes) -> None:
+    """Lay out the document ids of a block of keys along sublanes, where there are ids."""
+    if sizes.scores.segments:
+        row_LI = jnp.broadcast_to(refs.scores.segments[...], (LANES, sizes.queries))
+        refs.segment_columns[span(start, sizes.queries), :] = row_LI.T
 
 
-def widened(column_NL, width: int):
-    """[N, L], the same in every lane → [N, width]."""
+def widened(column_NL: Shaped[Array, "N L"], width: int) -> Shaped[Array, "N I"]:
+    """Repeat what is the same in every lane over `width` lanes."""
     return jnp.concatenate([column_NL] * (width // LANES), axis=1)
 
 
@@ -113,7 +199,9 @@ class Tile:
     tiles that the diagonal crosses, else None: then every pair is visible.
     """
 
-    def __init__(self, sizes: Sizes, i, first_key, strip: tuple[int, int], behind: int | None):
+    def __init__(
+        self, sizes: Sizes, i: Index, first_key: Index, strip: tuple[int, int], behind: int | None
+    ):
         self.sizes, self.i, self.first_key, self.behind = sizes, i, first_key, behind
         self.lanes = slice(*strip)
         count = sizes.keys
@@ -125,8 +213,8 @@ class Tile:
         self.crossing = behind is not None and behind + count - 1 > strip[0]
         self.ahead = first_key - i * sizes.queries  # the first key's j − the block's first i
 
-    def strips(self) -> list:
-        """The tile itself; on the diagonal pieces of it, for each to leave out what it can."""
+    def strips(self) -> list["Tile"]:
+        """Return the tile itself, or on the diagonal pieces, each to leave out what it can."""
         if self.behind is None:
             return [self]
         starts = range(self.lanes.start, self.lanes.stop, STRIP)
@@ -134,54 +222,63 @@ class Tile:
         pieces = zip(starts, ends, strict=True)
         return [Tile(self.sizes, self.i, self.first_key, x, self.behind) for x in pieces]
 
-    def distance(self):
-        """i − j. [N, I]."""
+    def distance(self) -> Int[Array, "N I"]:
+        """Return i − j."""
         b, a = (lax.broadcasted_iota(jnp.int32, self.shape, axis) for axis in (0, 1))
         return a - b + (self.lanes.start - self.ahead)
 
-    def key_ahead(self):
-        """j − the block's first i, the same in every lane. [N, L]."""
+    def key_ahead(self) -> Float[Array, "N L"]:
+        """Return j − the block's first i, the same in every lane."""
         b = lax.broadcasted_iota(jnp.int32, (self.shape[0], LANES), 0)
         return (b + self.ahead).astype(jnp.float32)
 
-    def diagonal(self, refs, head=None):
-        """h·gᵀ. [N, I]."""
-        gT_DI = refs["gT"][:, self.lanes] if head is None else refs["gT"][head, :, self.lanes]
-        return product(refs["h"][self.keys], gT_DI, (1, 0), self.sizes)
+    def diagonal(self, refs: Refs, head: Index | None = None) -> Float[Array, "N I"]:
+        """Return h·gᵀ."""
+        gT_DI = refs.gT[:, self.lanes] if head is None else refs.gT[head, :, self.lanes]
+        return product(refs.h[self.keys], gT_DI, (1, 0), self.sizes)
 
-    def visible(self, refs):
-        """Which pairs are visible, None for all. [N, I]."""
+    def visible(self, refs: Refs) -> Bool[Array, "N I"] | None:
+        """Return which pairs are visible, None for all."""
         visible_NI = self.distance() >= 0 if self.crossing else None
-        if self.sizes.segments:
-            keys_NI = widened(refs["segment_columns"][self.keys], self.shape[1])
-            same_NI = keys_NI == refs["segments"][:, self.lanes]
+        if self.sizes.scores.segments:
+            keys_NI = widened(refs.segment_columns[self.keys], self.shape[1])
+            same_NI = keys_NI == refs.scores.segments[:, self.lanes]
             visible_NI = same_NI if visible_NI is None else visible_NI & same_NI
         return visible_NI
 
-    def scores(self, refs, head):
-        """s·log₂e without what depends on the query alone, `query_bias`. [N, I]."""
+    def scores(self, refs: Refs, head: Index) -> Float[Array, "N I"]:
+        """Return s·log₂e without what depends on the query alone, `query_bias`."""
         sizes = self.sizes
-        s_NI = product(refs["k"][head, self.keys], refs["qT"][head, :, self.lanes], (1, 0), sizes)
+        s_NI = product(refs.k[head, self.keys], refs.qT[head, :, self.lanes], (1, 0), sizes)
         if sizes.diagonal == "per_head":
             s_NI = s_NI + self.diagonal(refs, head)
         if self.shares:
-            s_NI = s_NI + refs["shared"][self.rows, self.lanes]
+            s_NI = s_NI + refs.shared[self.rows, self.lanes]
         s_NI = s_NI * (sizes.c * LOG2E)
-        if sizes.slopes:
-            bias_NL = self.key_ahead() * (refs["slopes"][head] * LOG2E)
+        if sizes.scores.slopes:
+            bias_NL = self.key_ahead() * (refs.scores.slopes[head] * LOG2E)
             s_NI = s_NI + widened(bias_NL, self.shape[1])
-        if sizes.self_bias and self.crossing:
-            beta = refs["self_bias"][head] * LOG2E
+        if sizes.scores.self_bias and self.crossing:
+            beta = refs.scores.self_bias[head] * LOG2E
             s_NI = s_NI + jnp.where(self.distance() == 0, beta, 0.0)
         return s_NI
+
+    def add_bias_gradients(self, refs: Refs, head: Index, ds_NI: Float[Array, "N I"]) -> None:
+        """Add to dm = −Σ (i − j) dS and dβ = Σ_i dS_ii, a sum per lane."""
+        if self.sizes.scores.slopes:
+            distance_NI = self.distance().astype(jnp.float32)
+            refs.dscores.slopes[head, :, self.lanes] -= (ds_NI * distance_NI).sum(0, keepdims=True)
+        if self.sizes.scores.self_bias and self.crossing:
+            own_NI = jnp.where(self.distance() == 0, ds_NI, 0.0)
+            refs.dscores.self_bias[head, :, self.lanes] += own_NI.sum(0, keepdims=True)
 
     @property
     def shares(self) -> bool:
         """Whether the heads share a part of the scores: the diagonal's, and what hides pairs."""
-        return self.crossing or self.sizes.segments or self.sizes.diagonal == "shared"
+        return self.crossing or self.sizes.scores.segments or self.sizes.diagonal == "shared"
 
 
-def share_scores(strips: list, refs: dict):
+def share_scores(strips: list[Tile], refs: Refs) -> None:
     """Writes what the heads share of each strip's scores."""
     for strip in strips:
         if not strip.shares:
@@ -192,16 +289,18 @@ def share_scores(strips: list, refs: dict):
         visible_NI = strip.visible(refs)
         if visible_NI is not None:
             shared_NI = jnp.where(visible_NI, shared_NI, HIDDEN)
-        refs["shared"][strip.rows, strip.lanes] = shared_NI
+        refs.shared[strip.rows, strip.lanes] = shared_NI
 
 
-def query_bias(slopes_ref, head, sizes: Sizes):
-    """m·(i − the block's first i), which `Tile.scores` leaves out. [1, I]."""
+def query_bias(refs: Refs, head: Index, sizes: Sizes) -> Float[Array, "1 I"] | None:
+    """Return m·(i − the block's first i), which `Tile.scores` leaves out; None if nothing."""
+    if not sizes.scores.slopes:
+        return None
     a_1I = lax.broadcasted_iota(jnp.int32, (1, sizes.queries), 1).astype(jnp.float32)
-    return a_1I * slopes_ref[head]
+    return a_1I * refs.scores.slopes[head]
 
 
-def for_each_tile(visit, i, sizes: Sizes):
+def for_each_tile(visit: Callable, i: Index, sizes: Sizes) -> None:
     """Resident: visit(tile) for those of query block i, whole ones, then those on the diagonal."""
 
     def whole(j, _):
@@ -214,7 +313,7 @@ def for_each_tile(visit, i, sizes: Sizes):
         visit(Tile(sizes, i, first_key, (behind, sizes.queries), behind))
 
 
-def at_tile(visit, i, j, sizes: Sizes):
+def at_tile(visit: Callable, i: Index, j: Index, sizes: Sizes) -> None:
     """Streamed: visit(tile) for that of query block i and key block j, unless it is all hidden."""
 
     def see(behind):
