@@ -1,4 +1,4 @@
-"""Where a token stands: ALiBi's slopes and rotary coordinates.
+"""Positions: ALiBi's slopes and rotary coordinates.
 
 Shapes: B leading axes · J positions · K heads · R head dim.
 """
@@ -21,11 +21,11 @@ class Rotary(NamedTuple):
 
 
 def alibi_slopes(num_heads: int, scheme: str = "power_of_two") -> Float[np.ndarray, " K"]:
-    """m_k of the logit −m_k (i − j), one a head, float32. Raises ValueError on an unknown scheme.
+    """Return m_k of the logit −m_k (i − j) for every head, in float32.
 
     power_of_two (Appendix B): m_k = 2^−k, k = 1..K. press (Press et al. 2022): m_k = 2^(−8k/K);
-    where K is no power of two, those of the power of two below, then every other one of the power
-    above.
+    where K is no power of two, the slopes of the power of two below, then every other slope of the
+    power above. Raises ValueError on an unknown scheme or no heads.
     """
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1; got {num_heads}")
@@ -45,7 +45,7 @@ def _geometric(count: int) -> list[float]:
 def rotate(
     x_BJKR: Float[Array, "*B J K R"], rotary: Rotary | None, *, inverse: bool = False
 ) -> Float[Array, "*B J K R"]:
-    """rot(i) x_i, in the dtype of `x`: coordinates (r, r + R/2) turn by i · base^(−2r/R).
+    """Return rot(i) x_i, in the dtype of `x`: coordinates (r, r + R/2) turn by i · base^(−2r/R).
 
     `inverse` turns back: rot(i)ᵀ. Raises ValueError for odd R and for positions that do not fit.
     """
