@@ -17,7 +17,7 @@ from cem_jax.config import Config
 from cem_jax.distributed import session
 from cem_jax.distributed.cluster import Cluster
 from cem_jax.errors import UserError
-from cem_jax.runs.checkpoints import Info, Writer
+from cem_jax.runs.checkpoints import Info, Reader, Writer
 from cem_jax.runs.directory import (
     agreed_facts,
     only_writer,
@@ -101,10 +101,10 @@ def _train(config: Config, workdir: AnyPath, init_from, stream, say, stop, after
     setup = prepare_run(config)
     present = present_config(workdir) or config
     fingerprint = setup.mixture.fingerprint
+    latest = lambda: Reader(workdir / "checkpoints", report=lambda line: None).latest_step()
+    # Before the directory is made: where processes disagree, or one of them fails, none is left.
+    session.current().agree(lambda: agreed_facts(config, fingerprint, latest(), init_from))
     with only_writer(workdir), Writer(workdir / "checkpoints", **_kept(config)) as checkpoints:
-        session.current().agree(
-            lambda: agreed_facts(config, fingerprint, checkpoints.latest_step(), init_from)
-        )
         state, position, origin = _start(setup, checkpoints, present, init_from, say)
         course = Course.of(position, config)
         resumed = setup.loader.resumed(course.start, course.window)
