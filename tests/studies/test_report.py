@@ -14,7 +14,7 @@ from tiny_figure import keep, report, row, write_figure
 from cem_jax.cli import main
 from cem_jax.studies.figures.energies import eigenvalue_table, energy_lines
 from cem_jax.studies.figures.grid import read_sweep, runs_of
-from cem_jax.studies.figures.results import best_rates, interpolate, points_of
+from cem_jax.studies.figures.results import curves, interpolate, points_of
 
 RATES = (0.25, 0.5, 1, 2, 4)
 PNG = b"\x89PNG"
@@ -169,7 +169,7 @@ def test_the_best_learning_rate(best, edge, folder):
     path = write_figure(folder, plot="learning_rate", fields=f"rates={RATES},")
     sweep = read_sweep(path)
     rows = [row(r, bowl(r.config.optimizer.learning_rate, best)) for r in runs_of([sweep])]
-    for found in best_rates(points_of(sweep, rows)):
+    for found in (curve.best for curve in curves(points_of(sweep, rows))):
         assert found.at_edge == edge
         ends = min(max(best, 0.0025), 0.04)
         # Akima's slopes are local: between points a factor 2 apart it is off by a few per cent

@@ -23,7 +23,7 @@ from matplotlib.ticker import EngFormatter
 
 from cem_jax.studies.figures import tables
 from cem_jax.studies.figures.grid import Arm, Sweep
-from cem_jax.studies.figures.results import Point, curves, interpolated
+from cem_jax.studies.figures.results import Point, curves
 from cem_jax.studies.figures.sections import Section
 from cem_jax.text import format_count
 
@@ -179,16 +179,13 @@ def _over_steps(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style
 
 
 def _over_rates(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style) -> None:
-    for curve in curves(points).values():
-        for point in curve:
+    for curve in curves(points):
+        for point in curve.points:
             style.dots(axes, point.learning_rate, point)
-        line = interpolated(curve)
-        if line is not None:
-            rates, perplexities = line
-            colour = style.colour(curve[0])
-            axes.plot(rates, perplexities, color=colour, lw=1)
-            best = perplexities.argmin()
-            axes.plot(rates[best], perplexities[best], "*", color=colour, ms=16, mec="black")
+        if curve.best:
+            colour, best = style.colour(curve.points[0]), curve.best
+            axes.plot(*curve.line, color=colour, lw=1)
+            axes.plot(best.learning_rate, best.perplexity, "*", color=colour, ms=16, mec="black")
     axes.set_xscale("log")
     ticks = sorted({p.learning_rate for p in points})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

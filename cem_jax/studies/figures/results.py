@@ -8,6 +8,7 @@ of the mean difference, paired by seed, does not hold 0; with one seed nothing i
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import mean, stdev
 
 import numpy as np
@@ -120,9 +121,6 @@ def points_of(
     return [point(run, use) for run in runs_of([sweep], (0,), overrides) for use in run.uses]
 
 
-Curve = tuple[Float[np.ndarray, " count"], Float[np.ndarray, " count"]]  # rates, perplexities
-
-
 @dataclass(frozen=True)
 class BestRate:
     """The interpolated optimum of an arm; `at_edge`: it may lie beyond the rates that ran."""
@@ -137,7 +135,44 @@ class BestRate:
     at_edge: bool
 
 
-def interpolate(rates: Sequence[float], perplexities: Sequence[float], count: int = 401) -> Curve:
+@dataclass(frozen=True)
+class Curve:
+    """An arm of one size over the learning rates that ran, in ascending order."""
+
+    points: Sequence[Point]
+
+    @cached_property
+    def line(self) -> tuple[Float[np.ndarray, " count"], Float[np.ndarray, " count"]] | None:
+        """`interpolate` of the points; None for fewer than three rates, or other seeds at some of
+        them, where a difference between rates would be one between seeds."""
+        if len(self.points) < 3 or len({point.seeds for point in self.points}) > 1:
+            return None
+        return interpolate(
+            [p.learning_rate for p in self.points], [p.perplexity for p in self.points]
+        )
+
+    @cached_property
+    def best(self) -> BestRate | None:
+        """The line's lowest point; None without a line."""
+        if self.line is None:
+            return None
+        (rates, perplexities), point = self.line, self.points[0]
+        lowest = int(np.argmin(perplexities))
+        return BestRate(
+            figure=point.figure,
+            size=point.size,
+            arm=point.arm.name,
+            learning_rate=float(rates[lowest]),
+            perplexity=float(perplexities[lowest]),
+            seeds=len(point.seeds),
+            seed_numbers=_numbers(point.seeds),
+            at_edge=lowest in (0, len(rates) - 1),
+        )
+
+
+def interpolate(
+    rates: Sequence[float], perplexities: Sequence[float], count: int = 401
+) -> tuple[Float[np.ndarray, " count"], Float[np.ndarray, " count"]]:
     """Akima's interpolation of perplexity over the logarithm of the learning rate.
 
     `rates` ascend. Returns `count` rates, evenly spaced in the logarithm, and their perplexities.
@@ -147,40 +182,8 @@ def interpolate(rates: Sequence[float], perplexities: Sequence[float], count: in
     return np.exp(fine), Akima1DInterpolator(logs, np.asarray(perplexities, float))(fine)
 
 
-def interpolated(curve: Sequence[Point]) -> Curve | None:
-    """`interpolate` of a curve from `curves`; None for fewer than three rates, or other seeds at
-    some of them, where a difference between rates would be one between seeds."""
-    if len(curve) < 3 or len({point.seeds for point in curve}) > 1:
-        return None
-    return interpolate([p.learning_rate for p in curve], [p.perplexity for p in curve])
-
-
-def best_rates(points: Sequence[Point]) -> list[BestRate]:
-    """The optimum of each curve that can be interpolated."""
-    found = []
-    for (size, arm), curve in curves(points).items():
-        line = interpolated(curve)
-        if line is None:
-            continue
-        rates, perplexities = line
-        lowest = int(np.argmin(perplexities))
-        found.append(
-            BestRate(
-                figure=curve[0].figure,
-                size=size,
-                arm=arm,
-                learning_rate=float(rates[lowest]),
-                perplexity=float(perplexities[lowest]),
-                seeds=len(curve[0].seeds),
-                seed_numbers=_numbers(curve[0].seeds),
-                at_edge=lowest in (0, len(rates) - 1),
-            )
-        )
-    return found
-
-
-def curves(points: Iterable[Point]) -> dict[tuple[str, str], list[Point]]:
-    """The points that ran, by size and arm, in ascending order of the learning rate.
+def curves(points: Iterable[Point]) -> list[Curve]:
+    """Group the points that ran by size and arm.
 
     Each arm's points keep only the seeds that ran at all its rates, or all where there are none.
     """
@@ -188,10 +191,10 @@ def curves(points: Iterable[Point]) -> dict[tuple[str, str], list[Point]]:
     for point in points:
         if point.rows:
             found.setdefault((point.size, point.arm.name), []).append(point)
-    return {
-        key: sorted(_with_shared_seeds(curve), key=lambda p: p.learning_rate)
-        for key, curve in found.items()
-    }
+    return [
+        Curve(sorted(_with_shared_seeds(curve), key=lambda p: p.learning_rate))
+        for curve in found.values()
+    ]
 
 
 def _with_shared_seeds(curve: Sequence[Point]) -> Sequence[Point]:

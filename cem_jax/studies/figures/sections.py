@@ -8,13 +8,12 @@ from cem_jax.studies.figures import tables
 from cem_jax.studies.figures.grid import Sweep
 from cem_jax.studies.figures.results import (
     BestRate,
+    Curve,
     Difference,
     Line,
     Point,
-    best_rates,
     curves,
     differences,
-    interpolated,
 )
 from cem_jax.studies.figures.unmatched import Unmatched
 
@@ -74,16 +73,16 @@ class Section:
         return len(self.others) > 1 or not self.missing
 
     @cached_property
-    def curves(self) -> dict[tuple[str, str], list[Point]]:
-        """The curves of a learning-rate figure, by size and arm."""
-        return curves(self.points)
+    def curves(self) -> list[Curve]:
+        """The curves of a learning-rate figure."""
+        return curves(self.points) if self.sweep.plot == "learning_rate" else []
 
     @cached_property
     def shown(self) -> list[Point]:
         """What the picture and the table have: of a learning-rate curve, seeds all rates have."""
         if self.sweep.plot != "learning_rate":
             return self.present
-        return [point for curve in self.curves.values() for point in curve]
+        return [point for curve in self.curves for point in curve.points]
 
     @cached_property
     def lines(self) -> list[Line]:
@@ -93,9 +92,9 @@ class Section:
     def differences(self) -> list[Difference]:
         return differences(self.sweep, self.present)
 
-    @cached_property
+    @property
     def best(self) -> list[BestRate]:
-        return best_rates(self.points) if self.sweep.plot == "learning_rate" else []
+        return [curve.best for curve in self.curves if curve.best]
 
     @cached_property
     def notes(self) -> list[str]:
@@ -106,13 +105,12 @@ class Section:
             notes.append(f"Not evaluated with other T than trained, which `cem sweep` does: {arms}")
         elif not self.comparable:
             notes.append("Not drawn: one point beside the baseline compares nothing yet")
-        if self.sweep.plot == "learning_rate":
-            notes += [
-                f"{arm} at {size}: no seed ran at all learning rates, so there is no curve"
-                for (size, arm), curve in self.curves.items()
-                if len(curve) >= 3 and interpolated(curve) is None
-            ]
-        return notes
+        return notes + [
+            f"{curve.points[0].arm.name} at {curve.points[0].size}: no seed ran at all learning "
+            "rates, so there is no curve"
+            for curve in self.curves
+            if len(curve.points) >= 3 and not curve.best
+        ]
 
     @property
     def _not_evaluated(self) -> list[Point]:
@@ -166,16 +164,15 @@ def _arms(section: Section) -> Iterator[str]:
 
 def _curves(section: Section) -> Iterator[str]:
     """A line per curve: its optimum, and its points."""
-    optima = {(best.size, best.arm): best for best in section.best}
-    for key, curve in section.curves.items():
-        best, told = optima.get(key), "no curve yet"
-        if best:
-            perplexity = tables.perplexity(best.perplexity)
-            told = f"best {tables.rate(best)}, perplexity {perplexity}, {_seeds(curve[0])}"
+    for curve in section.curves:
+        told, first = "no curve yet", curve.points[0]
+        if curve.best:
+            perplexity = tables.perplexity(curve.best.perplexity)
+            told = f"best {tables.rate(curve.best)}, perplexity {perplexity}, {_seeds(first)}"
         values = ", ".join(
-            f"{p.learning_rate:.3g}: {tables.perplexity(p.perplexity)}" for p in curve
+            f"{p.learning_rate:.3g}: {tables.perplexity(p.perplexity)}" for p in curve.points
         )
-        yield f"{_named(section, curve[0])}: learning rate {told} ({values})"
+        yield f"{_named(section, first)}: learning rate {told} ({values})"
 
 
 def _named(section: Section, point: Point) -> str:

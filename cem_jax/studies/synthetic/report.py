@@ -51,12 +51,9 @@ def _size(models, name: str) -> tuple[str, str, str]:
 
 def draw(kernels: dict[str, dict[str, Any]], picture: Path) -> None:
     """RMSE against T, a panel a kernel, as a PNG: mean and standard deviation over seeds."""
-    # The pyplot interface would look for a display; figures of their own do not.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from cem_jax.studies.figures.pictures import canvas  # matplotlib: not for --dry-run
 
-    figure = Figure(figsize=(3.2 * len(kernels), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = canvas(3.2 * len(kernels), 3.4)
     panels = figure.subplots(1, len(kernels), squeeze=False)[0]
     cem = {name: model.steps for name, model in MODELS.items() if model.kind == "cem"}
     for panel, (kernel, results) in zip(panels, kernels.items(), strict=True):
