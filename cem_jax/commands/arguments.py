@@ -112,7 +112,8 @@ def add_figures(command: argparse.ArgumentParser, *, required: bool) -> None:
         "--size",
         type=text,
         metavar="SIZE",
-        help="paper: all the paper's; mini: minutes per run; 86m … 256m: that one",
+        help="paper: all the paper's; mini: minutes per run; ladder: four of minutes to hours; "
+        "86m … 256m, 0.3m … 2.6m: that one",
     )
     take_overrides(command)
 

@@ -1,34 +1,60 @@
 """The model sizes that a figure is run at, by name."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
+from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
 from cem_jax.errors import UserError
 from cem_jax.studies.figures.grid import Arm
 from configs import llama_86m, llama_108m, llama_134m, llama_162m, llama_256m
-from configs.paper import mini
+from configs.paper import ladder, mini
 
-PAPER = {"86m": llama_86m, "108m": llama_108m, "134m": llama_134m, "162m": llama_162m}
-SMALLEST = {"86m": llama_86m}
-LARGER = {"256m": llama_256m}  # Figure 5's, a guess of ours
-EVERY = PAPER | LARGER | {"mini": mini}
+
+class Size(NamedTuple):
+    """The Llama that a size's arms are changes of: its file, as --config takes it, and a maker."""
+
+    file: str
+    llama: Callable[[], ConfigDict]
+
+
+def _of(module: ModuleType) -> Size:
+    return Size(module.__file__, module.get_config)
+
+
+PAPER = {
+    "86m": _of(llama_86m),
+    "108m": _of(llama_108m),
+    "134m": _of(llama_134m),
+    "162m": _of(llama_162m),
+}
+SMALLEST = {"86m": PAPER["86m"]}
+LARGER = {"256m": _of(llama_256m)}  # Figure 5's, a guess of ours
+MINI = {"mini": _of(mini)}
+LADDER = {
+    size: Size(f"{ladder.__file__}:{size}", partial(ladder.get_config, size))
+    for size in ladder.SIZES
+}
+EVERY = PAPER | LARGER | MINI | LADDER
 
 
 def at(
     name: str,
     arms: Callable[[ConfigDict], Iterable[Arm]],
-    paper: dict[str, ModuleType] = PAPER,
+    paper: dict[str, Size] = PAPER,
 ) -> dict[str, dict]:
     """The fields of a Sweep that follow from its sizes: their files, and arms made from Llamas.
 
-    `name` is `paper`, for the sizes that the paper's figure has, or that of one size.
+    `name` is `paper`, for the sizes that the paper's figure has, `ladder`, or that of one size.
     """
-    if name != "paper" and name not in EVERY:
-        raise UserError(f"size {name}: no such size; there are paper, {', '.join(EVERY)}")
-    sizes = paper if name == "paper" else {name: EVERY[name]}
+    groups = {"paper": paper, "ladder": LADDER}
+    if name not in groups and name not in EVERY:
+        known = ", ".join([*groups, *EVERY])
+        raise UserError(f"size {name}: no such size; there are {known}")
+    sizes = groups.get(name) or {name: EVERY[name]}
     return {
-        "files": {size: llama.__file__ for size, llama in sizes.items()},
-        "arms": {size: list(arms(llama.get_config())) for size, llama in sizes.items()},
+        "files": {name: size.file for name, size in sizes.items()},
+        "arms": {name: list(arms(size.llama())) for name, size in sizes.items()},
     }

@@ -49,6 +49,7 @@ SAYS = {
         {"model.norm_gradient", "model.residual"},
     ),
     "ours_position": (ATTENTION | {STEPS_A}, {"model.attention.position"}),
+    "ours_recursion": (ATTENTION | MLP | {STEPS_A, STEPS_M}, ATTENTION | MLP | {STEPS_A, STEPS_M}),
     "ours_step_size": (EITHER, EITHER),
     "ours_steps": (FULL, {STEPS_A, STEPS_M}),
     "ours_test_steps": (FULL, set()),
@@ -69,11 +70,15 @@ def sweep_of(name, size="paper"):
 
 def config_of(figure, size, arm):
     """Resolved, at the size's own learning rate."""
+    return config_of_size(sweep_of(figure, size), size, arm)
+
+
+def config_of_size(sweep, size, arm):
     (run,) = (
         run
-        for run in runs_of([sweep_of(figure, size)])
+        for run in runs_of([sweep])
         for use in run.uses
-        if (use.arm, use.rate) == (arm, 1)
+        if (run.size, use.arm, use.rate) == (size, arm, 1)
     )
     return run.config
 
@@ -85,7 +90,7 @@ def changed(configs):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-@pytest.mark.parametrize("size", ["86m", "mini"])
+@pytest.mark.parametrize("size", ["86m", "mini", "0.3m"])
 def test_arms_differ_in_what_the_figure_says(file, size):
     sweep = sweep_of(file.stem, size)
     assert sweep.name == file.stem
@@ -140,6 +145,21 @@ def test_two_more_layers_at_256m():
     assert llama.train.tokens == cem.train.tokens == 20 * 254_957_472
 
 
+def test_the_ladder_has_20_tokens_per_parameter_and_sublayers_as_strong_as_the_papers():
+    sweep = sweep_of("fig2a", "ladder")
+    counts = []
+    for size, file in sweep.files.items():
+        llama = load_config(file)
+        counts.append(pure.count(llama.model))
+        assert differences(llama, config_of_size(sweep, size, "Llama")) == {}
+        assert llama.train.tokens == 20 * counts[-1]
+        assert llama.model.init_std * llama.model.dim**0.5 == pytest.approx(0.02 * 672**0.5, rel=0.01)
+    assert counts == [264_816, 646_344, 1_304_544, 2_636_928]
+    one = sweep_of("ours_recursion", "0.6m")
+    names = {run.name for run in runs_of([sweep_of("ours_recursion", "ladder")])}
+    assert {run.name for run in runs_of([one])} < names
+
+
 def test_shared_arms_are_one_run():
     names = lambda figure: {r.name for r in runs_of([sweep_of(figure, "mini")])}
     llama = names("fig2a") & names("fig2b")
@@ -153,7 +173,7 @@ def test_shared_arms_are_one_run():
 
 
 def test_an_unknown_size_is_told():
-    with pytest.raises(UserError, match="size huge: no such size; there are paper, 86m"):
+    with pytest.raises(UserError, match="size huge: no such size; there are paper, ladder, 86m"):
         sweep_of("fig2a", "huge")
 
 

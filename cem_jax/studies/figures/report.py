@@ -25,6 +25,7 @@ from cem_jax.studies.figures.sections import Section, summary
 from cem_jax.studies.figures.unmatched import Unmatched, unmatched
 
 PAPER = BASE.parent / "paper"
+GROUPS = ("mini", "ladder", "paper")  # of sizes, each of which all figures can be run at
 
 
 def report(
@@ -41,7 +42,7 @@ def report(
     Args:
       workdir: the sweep's directory, or one of rows that `cem sweep --results` kept.
       output: a local directory; None: `workdir`/report.
-      files: of the figures; none: all of configs/paper, in miniature if there are such rows.
+      files: of the figures; none: all of configs/paper, at the groups of sizes with such rows.
       size: of the models; None: what `files` say, or what there are rows of.
       overrides: (dotted field, text) pairs that the sweep set for all runs.
 
@@ -97,13 +98,13 @@ def report(
 
 
 def _sweeps(chosen: Sequence[str], size: str | None, sizes: set[str]) -> list[Sweep]:
-    """The `chosen` figures; otherwise all of configs/paper, in miniature if there are such rows."""
+    """The `chosen` figures; otherwise all of configs/paper, at the groups that have such rows."""
     if chosen:
         return [read_sweep(path, size) for path in chosen]
     files = [*sorted(PAPER.glob("fig*.py")), *sorted(PAPER.glob("ours_*.py"))]
-    found = (["mini"] if "mini" in sizes else []) + (["paper"] if sizes - {"mini"} else [])
-    wanted = [size] if size else found
-    return [read_sweep(str(file), one) for one in wanted for file in files]
+    groups = [[read_sweep(str(file), one) for file in files] for one in ([size] if size else GROUPS)]
+    found = [g for g in groups if size or any(sizes & set(sweep.arms) for sweep in g)]
+    return [sweep for group in found or groups[-1:] for sweep in group]
 
 
 def _preface(page: Page, strays: Sequence[Unmatched], datasets: Sequence[str]) -> None:
