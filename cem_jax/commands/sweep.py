@@ -27,6 +27,14 @@ directory, which has a hash of such fields in it. The size's name stays: with
         help="run each arm with seeds 0 to N - 1, all arms of a seed before the next (default: 1)",
     )
     command.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        metavar="X",
+        help="run only these of a figure's learning rates, as multiples of the size's own: "
+        "--seeds 3 --rates 1 2 repeats the two near the best (default: all)",
+    )
+    command.add_argument(
         "--results",
         type=place,
         metavar="DIR",
@@ -45,10 +53,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     Raises UserError, before anything runs, for what is wrong with a figure, a flag or the data.
     """
-    from cem_jax.studies.figures.grid import read_sweep, runs_of
+    from cem_jax.studies.figures.grid import at_rates, read_sweep, runs_of
     from cem_jax.studies.figures.sweep import commands, sweep
 
     sweeps = [read_sweep(path, args.size) for path in args.config]
+    if args.rates:
+        sweeps = at_rates(sweeps, args.rates)
     runs = runs_of(sweeps, range(args.seeds), args.overrides)
     if not args.print_commands:
         return sweep(runs, args.workdir, args.results)

@@ -9,7 +9,7 @@ from tiny_figure import write_figure
 from cem_jax.cli import parse_arguments
 from cem_jax.config import Config, load_config
 from cem_jax.errors import UserError
-from cem_jax.studies.figures.grid import identity, read_sweep, runs_of
+from cem_jax.studies.figures.grid import at_rates, identity, read_sweep, runs_of
 from cem_jax.studies.figures.sweep import command
 
 
@@ -32,6 +32,16 @@ def test_every_arm_rate_and_seed_once(figure):
     assert {run.config.optimizer.learning_rate for run in runs} == {0.005, 0.01, 0.02}
     assert all(run.config.data.shuffle_seed == run.seed for run in runs)
     assert len({run.key for run in runs}) == 6  # seeds apart
+
+
+def test_some_of_the_rates(figure):
+    sweeps = [read_sweep(figure(fields="rates=(0.5, 1, 2),")), read_sweep(figure(name="other"))]
+    all_of_them = {run.name for run in runs_of(sweeps)}
+    some = runs_of(at_rates(sweeps, [2, 0.5]))
+    assert {run.config.optimizer.learning_rate for run in some} == {0.005, 0.02}
+    assert len(some) == 4 and {run.name for run in some} < all_of_them
+    (told,) = messages(at_rates, sweeps, [1, 3])
+    assert told == "--rates 3: no figure has it; there are 0.5, 1, 2"
 
 
 def test_the_size_stands_in_the_path_or_in_a_flag(figure):

@@ -153,7 +153,8 @@ def test_the_ladder_has_20_tokens_per_parameter_and_sublayers_as_strong_as_the_p
         counts.append(pure.count(llama.model))
         assert differences(llama, config_of_size(sweep, size, "Llama")) == {}
         assert llama.train.tokens == 20 * counts[-1]
-        assert llama.model.init_std * llama.model.dim**0.5 == pytest.approx(0.02 * 672**0.5, rel=0.01)
+        strength = llama.model.init_std * llama.model.dim**0.5
+        assert strength == pytest.approx(0.02 * 672**0.5, rel=0.01)
     assert counts == [264_816, 646_344, 1_304_544, 2_636_928]
     one = sweep_of("ours_recursion", "0.6m")
     names = {run.name for run in runs_of([sweep_of("ours_recursion", "ladder")])}

@@ -162,6 +162,19 @@ def read_sweep(path: str, size: str | None = None) -> Sweep:
     return call_in_file(path, "get_sweep", checked)
 
 
+def at_rates(sweeps: Sequence[Sweep], rates: Sequence[float]) -> list[Sweep]:
+    """Keep only these multiples of the learning rate. Raises UserError for one no sweep has."""
+    known = sorted({rate for sweep in sweeps for rate in sweep.rates})
+    problems = [
+        f"--rates {rate:g}: no figure has it; there are {', '.join(f'{r:g}' for r in known)}"
+        for rate in rates
+        if rate not in known
+    ]
+    if problems:
+        raise UserError(*problems)
+    return [replace(sweep, rates=[r for r in sweep.rates if r in rates]) for sweep in sweeps]
+
+
 def runs_of(
     sweeps: Sequence[Sweep],
     seeds: Sequence[int] = (0,),

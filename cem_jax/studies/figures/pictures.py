@@ -73,11 +73,12 @@ class _Style:
 
     def __init__(self, sweep: Sweep):
         self.baseline = sweep.baseline
-        self._base_colour = COLOURS[1] if sweep.plot == "learning_rate" else LLAMA
         self._by_arm = sweep.plot == "parameters"
         self._gain = sweep.plot == "gain"
         names = (self.series(arm) for arms in sweep.arms.values() for arm in arms)
         series = [name for name in dict.fromkeys(names) if name != sweep.baseline]
+        pair = sweep.plot == "learning_rate" and len(series) == 1  # the paper's blue and orange
+        self._base_colour = COLOURS[1] if pair else LLAMA
         self._colours = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(series)}
         of = series if self._by_arm else sweep.arms
         self._markers = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(of)}

@@ -21,6 +21,8 @@ from cem_jax.studies.figures.page import Page, require_own
 from cem_jax.studies.figures.pictures import arms_at, draw, draw_overview
 from cem_jax.studies.figures.results import points_of
 from cem_jax.studies.figures.rows import read_rows, write_csv
+from cem_jax.studies.figures.scaling import Scaling
+from cem_jax.studies.figures.scaling_picture import draw_scaling
 from cem_jax.studies.figures.sections import Section, summary
 from cem_jax.studies.figures.unmatched import Unmatched, unmatched
 
@@ -47,8 +49,8 @@ def report(
       overrides: (dotted field, text) pairs that the sweep set for all runs.
 
     Returns:
-      {runs: the lines of all tables, best_rates, differences, missing, unplaced, files}. Missing
-      runs are no error.
+      {runs: the lines of all tables, best_rates, differences, comparisons, powers, missing,
+      unplaced, files}. Missing runs are no error.
 
     Raises:
       UserError: before anything is written, for a directory without rows and without energies, or
@@ -86,11 +88,14 @@ def report(
             _energies(page, name, lines)
         _not_begun(page, [section for section in sections if not section.begun])
         written = page.write()
+    scalings = [section.scaling for section in begun if section.scaling]
     print(*summary(sections, strays), written[-1], sep="\n", file=out)
     return {
         "runs": [line for section in begun for line in section.lines],
         "best_rates": [best for section in begun for best in section.best],
         "differences": [pair for section in begun for pair in section.differences],
+        "comparisons": [asdict(one) for found in scalings for one in found.comparisons],
+        "powers": [asdict(power) for found in scalings for power in found.powers],
         "missing": [name for section in sections for name in section.missing],
         "unplaced": [group.json() for group in strays],
         "files": written,
@@ -102,9 +107,12 @@ def _sweeps(chosen: Sequence[str], size: str | None, sizes: set[str]) -> list[Sw
     if chosen:
         return [read_sweep(path, size) for path in chosen]
     files = [*sorted(PAPER.glob("fig*.py")), *sorted(PAPER.glob("ours_*.py"))]
-    groups = [[read_sweep(str(file), one) for file in files] for one in ([size] if size else GROUPS)]
-    found = [g for g in groups if size or any(sizes & set(sweep.arms) for sweep in g)]
-    return [sweep for group in found or groups[-1:] for sweep in group]
+    at = lambda name: [read_sweep(str(file), name) for file in files]
+    if size:
+        return at(size)
+    groups = [at(group) for group in GROUPS]
+    begun = [group for group in groups if any(sizes & {*sweep.arms} for sweep in group)]
+    return [sweep for group in begun or groups[-1:] for sweep in group]
 
 
 def _preface(page: Page, strays: Sequence[Unmatched], datasets: Sequence[str]) -> None:
@@ -129,9 +137,22 @@ def _figure(page: Page, section: Section) -> None:
     page.table(tables.of_lines(section.lines))
     page.table(tables.of_differences(section.differences))
     page.table(tables.of_best_rates(section.best))
+    if section.scaling:
+        _scaling(page, section.stem, section.scaling)
     if section.missing:
         page.paragraph(f"Not run yet: {len(section.missing)}")
         page.bullets(section.missing)
+
+
+def _scaling(page: Page, stem: str, found: Scaling) -> None:
+    page.paragraph("Each arm at its best learning rate, against Llama's curve over its sizes")
+    if found.laws:
+        draw_file = partial(draw_scaling, found)
+        page.picture(f"{stem}-scaling.png", "loss over training FLOPs, and multipliers", draw_file)
+    for note in found.notes:
+        page.paragraph(note)
+    page.table(tables.of_comparisons(found.comparisons))
+    page.table(tables.of_powers(found.powers))
 
 
 def _overviews(page: Page, sections: Iterable[Section]) -> None:

@@ -141,15 +141,20 @@ class Curve:
 
     points: Sequence[Point]
 
+    @property
+    def finite(self) -> list[Point]:
+        """The points at which no run diverged."""
+        measured = lambda point: [m for row in point.rows for m in (row.loss, row.perplexity)]
+        return [point for point in self.points if all(map(math.isfinite, measured(point)))]
+
     @cached_property
     def line(self) -> tuple[Float[np.ndarray, " count"], Float[np.ndarray, " count"]] | None:
-        """`interpolate` of the points; None for fewer than three rates, or other seeds at some of
+        """`interpolate` of the finite points; None for fewer than three, or other seeds at some of
         them, where a difference between rates would be one between seeds."""
-        if len(self.points) < 3 or len({point.seeds for point in self.points}) > 1:
+        points = self.finite
+        if len(points) < 3 or len({point.seeds for point in points}) > 1:
             return None
-        return interpolate(
-            [p.learning_rate for p in self.points], [p.perplexity for p in self.points]
-        )
+        return interpolate([p.learning_rate for p in points], [p.perplexity for p in points])
 
     @cached_property
     def best(self) -> BestRate | None:

@@ -15,6 +15,7 @@ from cem_jax.studies.figures.results import (
     curves,
     differences,
 )
+from cem_jax.studies.figures.scaling import Scaling, scaling
 from cem_jax.studies.figures.unmatched import Unmatched
 
 
@@ -97,6 +98,13 @@ class Section:
         return [curve.best for curve in self.curves if curve.best]
 
     @cached_property
+    def scaling(self) -> Scaling | None:
+        """Arms at their best rates over sizes; None for a figure of one rate and one size."""
+        if self.sweep.plot != "learning_rate" and len({p.size for p in self.present}) < 2:
+            return None
+        return scaling(self.sweep, self.points)
+
+    @cached_property
     def notes(self) -> list[str]:
         """What a reader of the table should know."""
         notes = []
@@ -139,7 +147,7 @@ def summary(sections: Sequence[Section], strays: Sequence[Unmatched]) -> Iterato
     for section in begun:
         yield section.title
         arms = _curves if section.sweep.plot == "learning_rate" else _arms
-        yield from (f"  {line}" for line in [*arms(section), *section.notes])
+        yield from (f"  {line}" for line in [*arms(section), *section.notes, *_scaling(section)])
 
 
 def _counts(sections: Sequence[Section]) -> Iterator[str]:
@@ -173,6 +181,17 @@ def _curves(section: Section) -> Iterator[str]:
             f"{p.learning_rate:.3g}: {tables.perplexity(p.perplexity)}" for p in curve.points
         )
         yield f"{_named(section, first)}: learning rate {told} ({values})"
+
+
+def _scaling(section: Section) -> Iterator[str]:
+    """A line per arm and size with its multipliers, where there are any."""
+    for one in section.scaling.comparisons if section.scaling else ():
+        if one.compute_multiplier or one.parameter_multiplier:
+            yield (
+                f"{one.size}, {one.arm}: {tables.estimated_difference(one.twin)} nats at its best; "
+                f"compute multiplier {tables.multiplier(one.compute_multiplier)}, "
+                f"parameter multiplier {tables.multiplier(one.parameter_multiplier)}"
+            )
 
 
 def _named(section: Section, point: Point) -> str:

@@ -5,10 +5,12 @@ two below, losses and their differences (nats) three; what follows ± has as man
 An absent number is a dash. JSON and CSV keep every digit.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cem_jax.studies.figures.results import BestRate, Difference, Line
+from cem_jax.studies.figures.scaling import WORTH_DECIDING, Comparison, Estimate, Power
 from cem_jax.text import format_count
 
 Table = list[dict[str, str]]  # heading -> text, a line at a time
@@ -30,10 +32,26 @@ def difference(value: float, interval: float | None) -> str:
     return text if value < 0 or text.startswith("0.000") else f"+{text}"
 
 
-def rate(best: BestRate | Line) -> str:
+def rate(best: BestRate | Line | Comparison) -> str:
     """A learning rate; a best one says if it is an end of the range."""
     edge = ", an end of the range" if getattr(best, "at_edge", False) else ""
     return f"{best.learning_rate:.3g}{edge}"
+
+
+def multiplier(found: Estimate | None) -> str:
+    """0.93 (0.85 to 1.02); ∞ where Llama's curve does not fall so far."""
+    if found is None:
+        return shown(None)
+    text = lambda value: "∞" if value == math.inf else f"{value:.3g}"
+    interval = "" if found.low is None else f" ({text(found.low)} to {text(found.high)})"
+    return text(found.value) + interval
+
+
+def estimated_difference(found: Estimate | None) -> str:
+    """As `difference`, with half the width of the interval."""
+    if found is None:
+        return shown(None)
+    return difference(found.value, None if found.low is None else (found.high - found.low) / 2)
 
 
 def shown(value: Any) -> str:
@@ -98,6 +116,42 @@ def of_best_rates(found: Iterable[BestRate]) -> Table:
             "seeds": best.seed_numbers.replace(" ", ", "),
         }
         for best in found
+    ]
+
+
+def of_comparisons(found: Iterable[Comparison]) -> Table:
+    """Arms at their best rates against the baseline, with one kind of comparison per column."""
+    return [
+        {
+            "size": one.size,
+            "arm": one.arm,
+            "best learning rate": rate(one),
+            "seeds": shown(one.seeds),
+            "loss": nats(one.loss),
+            "nats more than Llama of the size": estimated_difference(one.twin),
+            "… of equal parameters": estimated_difference(one.equal_parameters),
+            "… of equal training FLOPs": estimated_difference(one.equal_flops),
+            "… of equal seconds, whatever else the machine did": (
+                estimated_difference(one.equal_seconds)
+            ),
+            "compute multiplier": multiplier(one.compute_multiplier),
+            "parameter multiplier": multiplier(one.parameter_multiplier),
+        }
+        for one in found
+    ]
+
+
+def of_powers(found: Iterable[Power]) -> Table:
+    return [
+        {
+            "size": one.size,
+            "standard deviation of a paired difference": f"{one.spread:.4f}",
+            "degrees of freedom": shown(one.freedom),
+            f"seeds that decide {WORTH_DECIDING} nats, four times of five": (
+                "more than 1,000" if one.seeds is None else shown(one.seeds)
+            ),
+        }
+        for one in found
     ]
 
 
