@@ -269,7 +269,7 @@ class Scaling:
                 "equal parameters, FLOPs or seconds"
             )
         elif sizes == 2:
-            curve = "Llama's curve is a straight line between two sizes in logarithms, without a floor"
+            curve = "Llama's curve is a straight line between two sizes in logarithms: no floor"
         else:
             curve = f"Llama: {self.formula}"
         notes = [curve]
