@@ -104,7 +104,7 @@ def figures(model: ModelConfig, config: Config) -> dict[str, Any]:
 def parameters_of(model: ModelConfig) -> Iterator[Parameter]:
     """Every parameter, in the tree's order."""
     described = pure.describe(model)
-    for path, info in jax.tree_util.tree_leaves_with_path(described, is_leaf=pure.is_info):
+    for path, info in jax.tree_util.tree_leaves_with_path(described):
         name = ".".join(str(key.key) for key in path)
         yield Parameter(name, info.shape, jnp.dtype(info.dtype), info.axes)
 

@@ -1,6 +1,6 @@
 """The energies, their forces and the descent: pure functions of arrays.
 
-No Flax, no configuration, no input or output; of the project only `kernels` is known here.
+No Flax, no configuration, no I/O; the only project imports are `kernels` and `sharding`.
 """
 
 from cem_jax.energy.activation import antiderivative

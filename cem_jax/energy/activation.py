@@ -1,9 +1,9 @@
 """Activations: σ and its antiderivative φ, with φ' = σ and φ(−∞) = 0.
 
-The element-wise energy is written with φ; its gradient needs σ alone. Each φ therefore carries σ as
-its derivative by definition, which keeps the gradient as exact as σ and as cheap.
+The element-wise energy contains φ; its gradient needs only σ. Each φ therefore has σ as its
+derivative by definition, which keeps the gradient as exact and as cheap as σ.
 
-A new activation is one entry of the table here and one name in `config.schema`.
+To add an activation, add an entry to the table here and a name in `config.schema`.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ Function = Callable[[Float[Array, "*N"]], Float[Array, "*N"]]
 
 
 class Activation(NamedTuple):
-    """An activation, and what is known of it."""
+    """An activation σ, its antiderivative φ, and their numerical properties."""
 
     name: str
     sigma: Function
-    phi: Function  # its derivative is `sigma`, by definition
+    phi: Function  # has `sigma` as its derivative, by definition
     slope: float  # max |σ'|, rounded up
     smooth: bool = True  # False: σ' jumps at 0
-    phi_error: float = 0.0  # how far φ is off its integral in float64, beyond rounding
+    phi_error: float = 0.0  # error of φ in float64, beyond rounding
 
 
 def gelu(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
-    """Return x Φ(x), with the error function."""
+    """Return x Φ(x), computed with the error function."""
     return 0.5 * x * (1.0 + erf(x / jnp.sqrt(jnp.asarray(2.0, x.dtype))))
 
 
@@ -39,19 +39,19 @@ _SERIES = ((2, 1 / 4), (3, 1 / 36), (5, -1 / 3600), (7, 1 / 211680), (9, -1 / 10
 
 
 def _silu_antiderivative(x):
-    """∫ z/(1 + e^−z) dz = x²/2 − π²/6 + ψ(|x|) for x ≥ 0, −ψ(|x|) below.
+    """Return ∫ z/(1 + e^−z) dz = x²/2 − π²/6 + ψ(|x|) for x ≥ 0, −ψ(|x|) for x < 0.
 
-    ψ(a) = a·w − Li₂(−e^−a), Li₂ by its series in w. Off by at most 4e-11 in float64.
+    ψ(a) = a·w − Li₂(−e^−a), with Li₂ from its series in w. The error is at most 4e-11 in float64.
     """
-    a = jnp.minimum(jnp.abs(x), 1e3)  # from 745 on e^−a is 0, and a·w too, not ∞·0
+    a = jnp.minimum(jnp.abs(x), 1e3)  # beyond 745, e^−a and a·w are 0; for a = ∞, a·w would be ∞·0
     w = jnp.log1p(jnp.exp(-a))
     psi = a * w + w + sum(c * w**n for n, c in _SERIES)
     return jnp.where(x >= 0, 0.5 * x * x - jnp.pi**2 / 6 + psi, -psi)
 
 
 def _gelu_antiderivative(x):
-    """½[(x² − 1)Φ(x) + x·Φ'(x)]."""
-    x = jnp.maximum(x, -40.0)  # φ(−40) is 0; far below, x²Φ(x) would be ∞·0
+    """Return ½[(x² − 1)Φ(x) + x·Φ'(x)]."""
+    x = jnp.maximum(x, -40.0)  # φ(−40) is 0; for x far below, x²Φ(x) would be ∞·0
     cumulative = 0.5 * jax.lax.erfc(-x / jnp.sqrt(jnp.asarray(2.0, x.dtype)))
     return 0.5 * ((x * x - 1.0) * cumulative + x * norm.pdf(x))
 
@@ -61,7 +61,7 @@ def _relu_antiderivative(x):
 
 
 def _with_derivative(phi: Function, sigma: Function) -> Function:
-    """`phi`, differentiated as `sigma`."""
+    """Return `phi` with `sigma` as its derivative."""
     function = jax.custom_jvp(phi)
     function.defjvp(lambda primals, tangents: (function(*primals), sigma(*primals) * tangents[0]))
     return function
@@ -82,16 +82,16 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """Return the activation of that name. Raises ValueError on an unknown name."""
+    """Return the activation called `name`. Raises ValueError if there is none."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {name!r}")
     return ACTIVATIONS[name]
 
 
 def antiderivative(name: str) -> Callable[[Shaped[Array, "*N"]], Float[Array, "*N"]]:
-    """Return φ of that name, computed in float32 or better, in the dtype of its argument.
+    """Return φ of the activation called `name`. Raises ValueError if there is none.
 
-    Raises ValueError on an unknown name.
+    φ computes in float32 or better and returns the dtype of its argument.
     """
     phi = activation(name).phi
 

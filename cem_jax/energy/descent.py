@@ -1,8 +1,8 @@
 """T steps down an energy: a step rule, and the loop that runs it.
 
-A rule says how a state moves under a force: here x⁽ᵗ⁺¹⁾ = x⁽ᵗ⁾ + η F(x⁽ᵗ⁾) (Eq. 16–17). A rule with
-memory keeps it in `State`, beside x, and differs in `start`, `update`, `step` and `result` alone:
-`descend` and `trajectory` run any rule.
+A rule says how a force moves a state: here x⁽ᵗ⁺¹⁾ = x⁽ᵗ⁾ + η F(x⁽ᵗ⁾) (Eq. 16–17). A rule with
+memory keeps it in its state, beside x, and only needs its own `start`, `update`, `step` and
+`result`: `descend` and `trajectory` run any rule.
 
 Shapes: B leading axes · D model dim · T steps.
 """
@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-Force = Callable[[Float[Array, "*B D"]], Float[Array, "*B D"]]  # at a state x
+Force = Callable[[Float[Array, "*B D"]], Float[Array, "*B D"]]  # F(x) at a state x
 
 
 class State(NamedTuple):
-    """What a step passes to the next."""
+    """What each step passes to the next."""
 
     x: Float[Array, "*B D"]
 
@@ -29,11 +29,11 @@ class StepRule(NamedTuple):
     step_size: float | Float[Array, ""]
 
     def start(self, x: Float[Array, "*B D"]) -> State:
-        """Return the state at rest in x."""
+        """Return the initial state: at rest at x."""
         return State(x)
 
     def update(self, state: State, force: Force) -> Float[Array, "*B D"]:
-        """Return what the step from `state` adds to x, in the dtype of x."""
+        """Return the change in x of one step from `state`, η F(x), in the dtype of x."""
         return (self.step_size * force(state.x)).astype(state.x.dtype)
 
     def step(self, state: State, force: Force) -> State:
@@ -41,15 +41,15 @@ class StepRule(NamedTuple):
         return State(state.x + self.update(state, force))
 
     def result(self, state: State) -> Float[Array, "*B D"]:
-        """Return the x that is read out of a state."""
+        """Return the x that a state stands for."""
         return state.x
 
 
 class Loop(NamedTuple):
-    """How the steps are run: this changes time and memory, not the result."""
+    """How to run the steps: affects time and memory, not the result."""
 
-    unroll: int = 8  # steps written out at a time
-    remat: Callable[[Callable], Callable] | None = None  # applied to the step, as jax.checkpoint
+    unroll: int = 8  # steps to unroll per iteration
+    remat: Callable[[Callable], Callable] | None = None  # wraps the step, like jax.checkpoint
 
 
 def descend(
@@ -60,9 +60,8 @@ def descend(
     steps: int,
     loop: Loop = Loop(),  # noqa: B008 - immutable
 ) -> Float[Array, "*B D"]:
-    """Return x⁽ᵀ⁾ after T = `steps` steps of `rule` under `force`, from rest in `x`."""
-    nothing = lambda state: None
-    end, _ = _run(force, rule.start(x), rule, steps, loop, nothing)
+    """Return x⁽ᵀ⁾ after T = `steps` steps of `rule` under `force`, starting at rest at `x`."""
+    end, _ = _run(force, rule.start(x), rule, steps, loop, lambda state: None)
     return rule.result(end)
 
 
@@ -74,14 +73,14 @@ def trajectory(
     steps: int,
     loop: Loop = Loop(),  # noqa: B008 - immutable
 ) -> Float[Array, "T+1 *B D"]:
-    """Return x⁽⁰⁾ … x⁽ᵀ⁾ of the same steps; the last one is the result of `descend`."""
+    """Return x⁽⁰⁾ … x⁽ᵀ⁾ of these steps; the last one is the result of `descend`."""
     start = rule.start(x)
     _, after = _run(force, start, rule, steps, loop, rule.result)
     return jnp.concatenate([rule.result(start)[None], after])
 
 
 def _run(force: Force, start: State, rule: StepRule, steps: int, loop: Loop, look: Callable):
-    """The state after the last step, and what `look` takes of the state after each, stacked."""
+    """Return the state after the last step, and `look(state)` after each step, stacked."""
 
     def step(state: State, _):
         state = rule.step(state, force)

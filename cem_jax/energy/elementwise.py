@@ -1,10 +1,10 @@
-"""The element-wise energy ξ (Eq. 7–8, 15): a gated MLP as its force.
+"""The element-wise energy ξ (Eq. 7–8, 15), whose force is a gated MLP.
 
     ξ(u_i | h_i) = −γ_i · φ(tied u_i)              γ_i = multiplier h_i, fixed over the steps
     F_i = P tiedᵀ ( γ_i ∘ σ(tied u_i) )            φ' = σ
 
 A layer works in the hidden coordinates z = tied u: the force there is −∂ξ/∂z = γ ∘ σ(z), and
-P tiedᵀ, one folded weight, carries it back to the residual stream.
+P tiedᵀ, folded into one weight, maps it back to the residual stream.
 
 Shapes: B leading axes · J positions · D model dim · M MLP dim.
 """
@@ -26,7 +26,10 @@ def elementwise_energy(
     *,
     activation: str = "silu",
 ) -> Float[Array, "*B J"]:
-    """ξ(u_i | h_i) = −γ_i·φ(tied u_i) (Eq. 7), in float32 or better."""
+    """Return ξ(u_i | h_i) = −γ_i·φ(tied u_i) (Eq. 7), in float32 or better.
+
+    Raises ValueError if shapes do not fit together.
+    """
     u, gamma, tied = _fitting(*same_dtype(u, gamma, tied))
     return hidden_energy(project(u, tied), gamma, activation=activation)
 
@@ -39,14 +42,17 @@ def elementwise_force(
     activation: str = "silu",
     preconditioner: Float[Array, "D D"] | None = None,
 ) -> Float[Array, "*B J D"]:
-    """F_i = P tiedᵀ(γ_i ∘ σ(tied u_i)) (Eq. 15), written out; without P, −∂ξ/∂u (Eq. 8)."""
+    """Return F_i = P tiedᵀ(γ_i ∘ σ(tied u_i)) (Eq. 15), in closed form; without P, −∂ξ/∂u (Eq. 8).
+
+    Raises ValueError if shapes do not fit together.
+    """
     u, gamma, tied = _fitting(*same_dtype(u, gamma, tied))
     force = readout(hidden_force(project(u, tied), gamma, activation=activation), tied)
     return force if preconditioner is None else project(force, jnp.asarray(preconditioner))
 
 
 def _fitting(u, gamma, tied):
-    """The arrays again; raises ValueError where their shapes do not fit together."""
+    """Return the arrays as they are; raise ValueError if their shapes do not fit together."""
     if u.ndim < 1 or tied.ndim != 2 or tied.shape[-1] != u.shape[-1]:
         raise ValueError(f"tied must be [M, D] beside u [..., D]; got {tied.shape} and {u.shape}")
     if gamma.shape != (*u.shape[:-1], tied.shape[0]):
@@ -59,7 +65,7 @@ def _fitting(u, gamma, tied):
 def hidden_energy(
     z: Float[Array, "*B J M"], gamma: Float[Array, "*B J M"], *, activation: str
 ) -> Float[Array, "*B J"]:
-    """ξ in hidden coordinates: −γ·φ(z), summed in float32 or better."""
+    """Return ξ in hidden coordinates, −γ·φ(z), summed in float32 or better."""
     dtype = jnp.promote_types(z.dtype, jnp.float32)
     return -jnp.sum(gamma.astype(dtype) * antiderivative(activation)(z.astype(dtype)), axis=-1)
 
@@ -71,7 +77,7 @@ def hidden_force(
     activation: str,
     update: str = "closed_form",
 ) -> Float[Array, "*B J M"]:
-    """−∂ξ/∂z = γ ∘ σ(z), in the dtype of `z`; update="autodiff" asks `jax.grad` for it."""
+    """Return −∂ξ/∂z = γ ∘ σ(z), in the dtype of `z`; update="autodiff" uses `jax.grad` of ξ."""
     if update == "autodiff":
         return -jax.grad(lambda z: hidden_energy(z, gamma, activation=activation).sum())(z)
     dtype = jnp.promote_types(z.dtype, jnp.float32)

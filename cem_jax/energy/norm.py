@@ -1,4 +1,4 @@
-"""RMSNorm, and a force carried back through it.
+"""RMSNorm, and how a force at the normalised state acts on the state.
 
 Shapes: B leading axes · D model dim.
 """
@@ -16,13 +16,13 @@ class StepNorm(NamedTuple):
 
     weight: Float[Array, " D"] | None  # None: no learned weight
     eps: float
-    gradient: str = "at_u"  # at_u | scaled | full: where the force is taken
+    gradient: str = "at_u"  # at_u | scaled | full: see `force_at_state`
 
 
 def rms_norm(
     x: Float[Array, "*B D"], weight: Float[Array, " D"] | None, eps: float
 ) -> Float[Array, "*B D"]:
-    """Return x / √(mean(x²) + eps) ∘ weight, computed in float32 or better, in the dtype of `x`."""
+    """Return x / √(mean(x²) + eps) ∘ weight, in the dtype of `x`, computed in float32 or better."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     wide = x.astype(dtype)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
@@ -35,7 +35,7 @@ def rms_norm(
 def at_state(
     force: Callable[[Float[Array, "*B D"]], Float[Array, "*B D"]], norm: StepNorm | None
 ) -> Callable[[Float[Array, "*B D"]], Float[Array, "*B D"]]:
-    """Return the force as a function of the state x, from the force at u = RMSNorm(x).
+    """Return the force as a function of x, given it as a function of u = RMSNorm(x).
 
     `norm` None: u = x.
     """
@@ -47,11 +47,11 @@ def at_state(
 def force_at_state(
     force: Float[Array, "*B D"], x: Float[Array, "*B D"], norm: StepNorm
 ) -> Float[Array, "*B D"]:
-    """Return the force on x of an energy whose force at u = RMSNorm(x) is `force`.
+    """Return the force that acts on x, given the force at u = RMSNorm(x).
 
-    `norm.gradient` is at_u: the same force (the paper's); scaled: weight ∘ force, which restores
-    descent for learned weights; or full: (∂u/∂x)ᵀ force, the exact chain rule. Raises ValueError
-    on another name.
+    `norm.gradient` at_u: the same force, as in the paper; scaled: weight ∘ force, which restores
+    descent with learned weights; full: (∂u/∂x)ᵀ force, the exact chain rule. Raises ValueError for
+    any other value.
     """
     if norm.gradient == "at_u":
         return force

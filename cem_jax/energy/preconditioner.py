@@ -3,10 +3,10 @@
     P = diag(softplus(diagonal)) + left·rightᵀ + right·leftᵀ         or, in psd form,
     P = diag(softplus(diagonal)) + left·leftᵀ
 
-P is linear and stays fixed over the T steps, so a layer folds it into the weight it follows, once a
-forward pass: W P for a weight W whose rows are read out. After that P costs nothing a token.
+P is linear and fixed over the T steps, so a layer folds it once per forward pass into the weight W
+whose rows are read out: W P. After that P costs nothing per token.
 
-Shapes: D model · F rows of a weight · S rank · H leading axes, heads for one.
+Shapes: D model · F rows of a weight · S rank · H leading axes, such as heads.
 """
 
 from typing import NamedTuple
@@ -17,32 +17,32 @@ from jaxtyping import Array, Float
 
 from cem_jax.energy.arrays import same_dtype
 
-_HALVINGS = 30  # of the interval of an eigenvalue: to float32's last digits
+_HALVINGS = 30  # bisection steps per eigenvalue: to the last digits of float32
 
 
 class Preconditioner(NamedTuple):
-    """P in factors."""
+    """P as its factors."""
 
-    diagonal: Float[Array, "*H D"]  # softplus's argument
+    diagonal: Float[Array, "*H D"]  # argument of softplus
     left: Float[Array, "*H D S"] | None = None  # None: P is diagonal
     right: Float[Array, "*H D S"] | None = None  # None: psd form
 
 
 def precondition(x: Float[Array, "*N F D"], p: Preconditioner | None) -> Float[Array, "*N F D"]:
-    """Rows x P (P is symmetric), in the dtype of `x`: P applied to vectors or folded into a weight.
+    """Return x P (P is symmetric), in the dtype of `x`: for vectors, or to fold P into a weight.
 
-    A P for each head goes with rows that have the heads' axis in front, [K, F, D].
+    A P per head needs rows with a leading head axis, [K, F, D].
     """
     if p is None:
         return x
-    beside_x = lambda f: jnp.expand_dims(f.astype(x.dtype), range(x.ndim - f.ndim))
-    result = x * beside_x(jax.nn.softplus(p.diagonal)[..., None, :])
+    like_x = lambda f: jnp.expand_dims(f.astype(x.dtype), range(x.ndim - f.ndim))
+    result = x * like_x(jax.nn.softplus(p.diagonal)[..., None, :])
     if p.left is None:
         return result
-    left = beside_x(p.left)
+    left = like_x(p.left)
     if p.right is None:
         return result + (x @ left) @ jnp.matrix_transpose(left)
-    right = beside_x(p.right)
+    right = like_x(p.right)
     result += (x @ left) @ jnp.matrix_transpose(right)
     return result + (x @ right) @ jnp.matrix_transpose(left)
 
@@ -52,9 +52,9 @@ def preconditioner_matrix(
     left: Float[Array, "*H D S"] | None = None,
     right: Float[Array, "*H D S"] | None = None,
 ) -> Float[Array, "*H D D"]:
-    """P written out (Eq. 13); `right` None is the psd form, `left` None a diagonal P.
+    """Return P as a matrix (Eq. 13); `right` None: the psd form, `left` None: a diagonal P.
 
-    Raises ValueError on shapes that do not fit.
+    Raises ValueError if shapes do not fit together.
     """
     diagonal, left, right = same_dtype(diagonal, left, right)
     matrix = jax.nn.softplus(diagonal)[..., None] * jnp.expand_dims(
@@ -73,14 +73,14 @@ def preconditioner_matrix(
 
 
 def extreme_eigenvalues(p: Preconditioner) -> tuple[Float[Array, "*H"], Float[Array, "*H"]]:
-    """The smallest and the largest eigenvalue of P, without P.
+    """Return the smallest and the largest eigenvalue of P, without building P.
 
-    By bisection on the number of eigenvalues below λ, which Sylvester's law of inertia reads off a
-    matrix as small as the rank: for P = Δ + U C Uᵀ with C = C⁻¹ and Δ − λ regular,
+    Bisects on the number of eigenvalues below λ, which Sylvester's law of inertia gives from a
+    matrix of the size of the rank: for P = Δ + U C Uᵀ with C = C⁻¹ and Δ − λ regular,
 
         #(P < λ) = #(Δ < λ) + #(C + Uᵀ(Δ − λ)⁻¹U > 0) − #(C > 0).
 
-    To about 1e-6 of ‖P‖ in float32.
+    The error is about 1e-6 ‖P‖ in float32.
     """
     if p.left is not None and p.diagonal.ndim > 1:
         return jax.vmap(extreme_eigenvalues)(p)
@@ -99,14 +99,14 @@ def extreme_eigenvalues(p: Preconditioner) -> tuple[Float[Array, "*H"], Float[Ar
     reach = jnp.sum(jnp.square(u_DS))  # ≥ ‖U C Uᵀ‖
 
     def below(bound):
-        """How many eigenvalues are smaller than `bound`."""
+        """Return the number of eigenvalues smaller than `bound`."""
         apart_D = delta_D - bound
         apart_D = jnp.where(jnp.abs(apart_D) < least, least, apart_D)
         small_SS = c_SS + (u_DS / apart_D[:, None]).T @ u_DS
         return (apart_D < 0).sum() + (jnp.linalg.eigvalsh(small_SS) > 0).sum() - rank
 
     def bisect(count):
-        """Where `below` comes to `count`."""
+        """Return the `count`-th smallest eigenvalue: where `below` reaches `count`."""
 
         def halve(bounds, _):
             low, high = bounds

@@ -1,4 +1,4 @@
-"""The layers and the decoder as Flax NNX modules: parameters, names and axes; no mathematics."""
+"""The layers and the decoder as Flax NNX modules, which own parameters; `energy` has the maths."""
 
 from cem_jax.model.attention import CEMAttention
 from cem_jax.model.llama import GatedMLP, LlamaAttention

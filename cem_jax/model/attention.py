@@ -29,14 +29,14 @@ from cem_jax.sharding.layout import lay_out
 
 
 class Frame(NamedTuple):
-    """What of h and of the weights stays fixed over the steps."""
+    """What stays fixed over the steps: functions of h and of the weights."""
 
     keys: Keys
     weights: Weights
 
 
 class Cache(NamedTuple):
-    """What decoding remembers: keys, which are the values too, and h if there is a diagonal."""
+    """The decode cache: keys, which are also the values, and h if there is a diagonal."""
 
     k: Float[Array, "B C K R"]
     h: Float[Array, "B C D"] | None
@@ -54,7 +54,7 @@ class CEMAttention(Heads, CEMSublayer):
         self.preconditioner = preconditioner(c, config.dim, heads, rngs)
 
     def frame(self, h: Float[Array, "*B J D"], segments: Int[Array, "*B J"] | None = None) -> Frame:
-        """Return keys, and the query weight with the preconditioner folded in."""
+        """Return the keys, and the query weight with the preconditioner folded in."""
         keys = keys_of(
             h,
             self.key[...],
@@ -62,8 +62,8 @@ class CEMAttention(Heads, CEMSublayer):
             scores=self._scores(segments),
             rotary=self._rotary(positions_of(h)),
         )
-        # Where the mesh splits positions, keys and h are gathered here, once for all T steps; keys
-        # once each device has made its own.
+        # If the mesh splits positions, keys and h are gathered here, once for all T steps; each
+        # device computes its own keys first.
         k = lay_out(keys.k, "batch", "sequence", "heads")
         k = lay_out(k, "batch", None, "heads")
         h = None if keys.h is None else lay_out(keys.h, "batch")
@@ -88,7 +88,7 @@ class CEMAttention(Heads, CEMSublayer):
     def statistics(
         self, x: Float[Array, "*B J D"], context: Float[Array, "*B J D"], **inputs: Any
     ) -> dict[str, Float[Array, ""]]:
-        """Return the attention's `entropy` and `self_mass` at x, means over heads and tokens."""
+        """Return attention's `entropy` and `self_mass` at x, averaged over heads and tokens."""
         u, frame = self.normed(x), self.frame(context, **inputs)
         queries = queries_of(u, frame.weights)
         entropy, self_mass = attention_statistics(queries, frame.keys, self.options)
@@ -103,7 +103,7 @@ class CEMAttention(Heads, CEMSublayer):
     def decode(
         self, x: Float[Array, "B N D"], cache: Cache, start: Int[Array, ""]
     ) -> tuple[Float[Array, "B N D"], Cache]:
-        """Return `__call__` for N new positions from `start` on, and the cache with them in it."""
+        """Return `__call__` of N new positions, the first at `start`, and the updated cache."""
         h = self.context(x)
         rotary = self._rotary(positions_of(h, start))
         new = keys_of(h, self.key[...], diagonal=cache.h is not None, rotary=rotary)

@@ -1,4 +1,4 @@
-"""What CEM's and Llama's attention have in common: weights by head, and what enters the scores.
+"""What CEM's and Llama's attention share: weights per head, position biases, kernel settings.
 
 Shapes: B batch · J positions · C cache length · N new positions · D model dim · K heads ·
 R head dim.
@@ -15,10 +15,10 @@ from cem_jax.model.parameters import constant, matrix
 
 
 class Heads:
-    """Query and key weights, position biases and kernel of an attention sublayer."""
+    """Mixin of the attention sublayers: weights per head, position biases, kernel settings."""
 
     def _add_heads(self, config: ModelConfig, *weights: str, rngs: nnx.Rngs) -> None:
-        """Make the [K, R, D] weights of these names, and the learned self bias if configured."""
+        """Add [K, R, D] weights with these names, and the learned self bias if configured."""
         c = config.attention
         self.options = Options(
             config.tau, implementation=c.implementation, block_sizes=c.block_sizes
@@ -29,7 +29,7 @@ class Heads:
         self.self_bias = constant(0.0, (c.heads,), ("heads",)) if c.self_bias else None
 
     def _scores(self, segments: Int[Array, "*B J"] | None = None) -> Scores:
-        """ALiBi's slopes, the self bias and document ids, as the kernels take them."""
+        """Return ALiBi's slopes, the self bias and document ids for the kernels."""
         c = self.settings
         slopes = alibi_slopes(c.heads, c.alibi_slopes) if c.position == "alibi" else None
         bias = None if self.self_bias is None else self.self_bias[...]
@@ -43,5 +43,5 @@ class Heads:
 def extended(
     cache: Float[Array, "B C *F"], new: Float[Array, "B N *F"], start: Int[Array, ""] | int
 ) -> Float[Array, "B C *F"]:
-    """Return the cache with `new` at positions `start` and after."""
+    """Return the cache with `new` written at positions `start` to `start` + N − 1."""
     return lax.dynamic_update_slice_in_dim(cache, new, start, axis=1)

@@ -1,4 +1,4 @@
-"""The baseline sublayers: Llama's attention and gated MLP, and their plain reuse.
+"""The baseline sublayers: Llama's attention and gated MLP, each applied T times.
 
 Shapes: B batch · J positions · C cache length · N new positions · D model dim · K heads ·
 R head dim · M MLP dim · T applications.
@@ -24,14 +24,14 @@ from cem_jax.sharding.linear import project, readout
 
 
 class Cache(NamedTuple):
-    """Keys and values of each of the T applications."""
+    """The decode cache: keys and values of each of the T applications."""
 
     k: Float[Array, "T B C K R"]
     v: Float[Array, "T B C K R"]
 
 
 class LlamaAttention(Heads, ReusedSublayer):
-    """x + Σ_k W^O_kᵀ Σ_j α_ijk v_jk, with rotary positions by default."""
+    """Llama's attention, x + Σ_k W^O_kᵀ Σ_j α_ijk v_jk, with the configured positions."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, config.attention)
@@ -40,13 +40,13 @@ class LlamaAttention(Heads, ReusedSublayer):
     def branch(
         self, h: Float[Array, "*B J D"], segments: Int[Array, "*B J"] | None = None
     ) -> Float[Array, "*B J D"]:
-        """Return the attention of h over itself."""
+        """Return the self-attention of h."""
         q, k, v = self._project(h, positions_of(h))
         _, o, _ = attend(Call(q, k, v, scores=self._scores(segments)), self.options)
         return heads_together(o.astype(h.dtype), self.output[...])
 
     def cache(self, batch: int, length: int, dtype: DTypeLike) -> Cache:
-        """Return an empty cache for `length` positions of each application."""
+        """Return an empty cache for `length` positions per application."""
         heads, width, _ = self.query[...].shape
         empty = jnp.zeros((self.settings.steps, batch, length, heads, width), dtype)
         return Cache(empty, empty)
@@ -54,7 +54,7 @@ class LlamaAttention(Heads, ReusedSublayer):
     def decode(
         self, x: Float[Array, "B N D"], cache: Cache, start: Int[Array, ""]
     ) -> tuple[Float[Array, "B N D"], Cache]:
-        """Return `__call__` for N new positions from `start` on, and the cache with them in it."""
+        """Return `__call__` of N new positions, the first at `start`, and the updated cache."""
 
         def apply(x, cache: Cache):
             h = self.context(x)
@@ -74,7 +74,7 @@ class LlamaAttention(Heads, ReusedSublayer):
 
 
 class GatedMLP(ReusedSublayer):
-    """x + downᵀ(up h ∘ σ(gate h)) (Eq. 6; Llama's names)."""
+    """The gated MLP, x + downᵀ(up h ∘ σ(gate h)) (Eq. 6; Llama's names)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         c = config.mlp

@@ -17,7 +17,7 @@ from cem_jax.sharding.linear import project, readout
 
 
 class Frame(NamedTuple):
-    """What of h and of the weights stays fixed over the steps."""
+    """What stays fixed over the steps: functions of h and of the weights."""
 
     gamma: Float[Array, "*B J M"]
     folded: Float[Array, "M D"]  # tied P

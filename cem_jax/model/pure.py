@@ -1,13 +1,14 @@
 """The model as pure functions of a plain parameter tree.
 
-A parameter tree is a nested dict of arrays, the form in which parameters are initialised, trained
+A parameter tree is a nested dict of arrays: the form in which parameters are initialised, trained
 and checkpointed.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
-from flax import nnx
+from flax import nnx, traverse_util
 
 from cem_jax.config import ModelConfig
 from cem_jax.model.parameters import with_values
@@ -16,8 +17,9 @@ from cem_jax.model.transformer import Transformer
 Parameters = dict[str, Any]
 
 
-class ParameterInfo(NamedTuple):
-    """What is known of a parameter before it has a value."""
+@dataclass(frozen=True)
+class ParameterInfo:
+    """Shape, dtype, axis names and decay of a parameter; a leaf to `jax.tree`."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -26,38 +28,27 @@ class ParameterInfo(NamedTuple):
 
 
 def initialise(config: ModelConfig, key: jax.Array) -> Parameters:
-    """Draw fresh parameters, float32; the same on every mesh when called under jit."""
+    """Return freshly drawn float32 parameters; under jit, the same on every mesh."""
     return nnx.to_pure_dict(nnx.state(_fresh(config, key), nnx.Param))
 
 
 def bind(config: ModelConfig, parameters: Parameters) -> Transformer:
-    """Return the model with these parameters, to be called within a traced function."""
+    """Return the model with these parameters; call it in a traced function."""
     return with_values(lambda: _fresh(config), parameters)
 
 
 def describe(config: ModelConfig) -> dict[str, Any]:
-    """Return a tree like the parameters', of ParameterInfo."""
-    described = {}
-    abstract = nnx.eval_shape(lambda: _fresh(config))
-    for path, param in nnx.to_flat_state(nnx.state(abstract, nnx.Param)):
+    """Return a tree of ParameterInfo with the structure of the parameters."""
+
+    def info(param: nnx.Param) -> ParameterInfo:
         axes = param.get_metadata("axes")
         stacked = len(param.shape) - len(axes)
-        info = ParameterInfo(
-            tuple(param.shape),
-            param.dtype,
-            ("layers",) * stacked + axes,
-            param.get_metadata("decays"),
-        )
-        branch = described
-        for name in path[:-1]:
-            branch = branch.setdefault(name, {})
-        branch[path[-1]] = info
-    return described
+        axes = ("layers",) * stacked + axes
+        return ParameterInfo(tuple(param.shape), param.dtype, axes, param.get_metadata("decays"))
 
-
-def is_info(node: Any) -> bool:
-    """Return whether a node is a leaf of `describe`'s tree, for `jax.tree.map`."""
-    return isinstance(node, ParameterInfo)
+    abstract = nnx.eval_shape(lambda: _fresh(config))
+    params = nnx.to_flat_state(nnx.state(abstract, nnx.Param))
+    return traverse_util.unflatten_dict({path: info(param) for path, param in params})
 
 
 def count(config: ModelConfig) -> int:
@@ -68,7 +59,7 @@ def count(config: ModelConfig) -> int:
 def abstract_parameters(config: ModelConfig) -> Any:
     """Return the shapes and dtypes of the parameters."""
     to_struct = lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype)
-    return jax.tree.map(to_struct, describe(config), is_leaf=is_info)
+    return jax.tree.map(to_struct, describe(config))
 
 
 def _fresh(config: ModelConfig, key: jax.Array | int = 0) -> Transformer:

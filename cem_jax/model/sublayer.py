@@ -1,4 +1,4 @@
-"""What every sublayer has: its norm, and a state that moves under a force.
+"""The base classes of sublayers: a norm, and steps from the residual stream.
 
 Shapes: B leading axes · J positions · D model dim · T steps.
 """
@@ -17,17 +17,17 @@ from cem_jax.energy.descent import Force
 from cem_jax.kernels import OUTPUT, target_platform
 from cem_jax.model.parameters import norm_weight, number, step_size
 
-# Unrolled, what the backward pass needs of each step stays where it is instead of being copied into
-# one stacked array: on CPU a fifth of a T = 2 training step's time, on a TPU at T = 8 three
-# quarters of its temporaries.
+# Unrolled, each step's residuals for the backward pass stay where they are instead of being copied
+# into one stacked array. This saves a fifth of the time of a T = 2 training step on CPU, and three
+# quarters of the temporaries at T = 8 on a TPU.
 _UNROLLED = 8
 
 
 class CEMSublayer(nnx.Module):
-    """T steps down an energy from the residual stream; subclasses say which energy.
+    """T steps down an energy from the residual stream; a subclass defines the energy.
 
-    A subclass has `frame(h)`: what of the context h stays fixed over the steps; `force(u, frame)`,
-    the preconditioned force at u; and `energy_at(u, frame)`.
+    It has `frame(h)`, which computes what stays fixed over the steps; `force(u, frame)`, the
+    preconditioned force at u; and `energy_at(u, frame)`.
     """
 
     def __init__(self, config: ModelConfig, settings: AttentionConfig | MLPConfig):
@@ -51,21 +51,21 @@ class CEMSublayer(nnx.Module):
         return self.energy_at(self.normed(x), self.frame(context, **inputs))
 
     def normed(self, x: Float[Array, "*B J D"]) -> Float[Array, "*B J D"]:
-        """Return u = RMSNorm(x), the state as energy and force take it."""
+        """Return u = RMSNorm(x), at which energy and force are evaluated."""
         norm = self._norm()
         return x if norm is None else rms_norm(x, norm.weight, norm.eps)
 
     def update(
         self, x: Float[Array, "*B J D"], context: Float[Array, "*B J D"], **inputs: Any
     ) -> Float[Array, "*B J D"]:
-        """Return what a step from rest in x adds to it: η F in the context h."""
+        """Return the change in x of one step from rest at x: η F in the context h."""
         rule = self._rule()
         return rule.update(rule.start(x), self._force(self.frame(context, **inputs)))
 
     def __call__(
         self, x: Float[Array, "*B J D"], steps: int | None = None, **inputs: Any
     ) -> Float[Array, "*B J D"]:
-        """Return x⁽ᵀ⁾ from x⁽⁰⁾ = x; `steps` in place of the configured T."""
+        """Return x⁽ᵀ⁾ from x⁽⁰⁾ = x; `steps` overrides the configured T."""
         h = self.context(x)
         return self._descend(x, h, self.frame(h, **inputs), steps)
 
@@ -88,7 +88,7 @@ class CEMSublayer(nnx.Module):
         return at_state(lambda u: self.force(u, frame), self._norm())
 
     def _descend(self, x, h, frame, steps: int | None = None, run=descend):
-        """`run`, descend or trajectory, from x in the context h."""
+        """Call `run`, which is `descend` or `trajectory`, from x in the context h."""
         start = x if self.residual == "prenorm" else h
         loop = _loop(self.settings.remat_steps)
         steps = steps or self.settings.steps
@@ -96,7 +96,7 @@ class CEMSublayer(nnx.Module):
 
 
 class ReusedSublayer(nnx.Module):
-    """A baseline sublayer x + f(RMSNorm(x)); with T > 1 the whole of it is applied again."""
+    """A baseline sublayer, x + f(RMSNorm(x)), applied T times; a subclass defines f, `branch`."""
 
     def __init__(self, config: ModelConfig, settings: AttentionConfig | MLPConfig):
         self.settings = settings
@@ -110,10 +110,10 @@ class ReusedSublayer(nnx.Module):
     def __call__(
         self, x: Float[Array, "*B J D"], steps: int | None = None, **inputs: Any
     ) -> Float[Array, "*B J D"]:
-        """Return x after `steps` applications (default: as configured)."""
+        """Return x after `steps` applications; default: the configured number."""
         force = lambda x: self.branch(self.context(x), **inputs)
         rule, steps = StepRule(1.0), steps or self.settings.steps
-        if steps == 1:  # without a loop around it, XLA fuses the step with its surroundings
+        if steps == 1:  # without a loop, XLA fuses the step with the operations around it
             return rule.result(rule.step(rule.start(x), force))
         return descend(force, x, rule, steps=steps, loop=Loop(unroll=1))
 
@@ -121,16 +121,16 @@ class ReusedSublayer(nnx.Module):
 def positions_of(
     x: Float[Array, "*B J D"], start: Int[Array, ""] | int | None = None
 ) -> Int[Array, " J"]:
-    """Return 0, 1, …, or the positions from `start` on when decoding."""
+    """Return the positions 0, 1, …, J − 1; when decoding, `start`, `start` + 1, …"""
     positions = jnp.arange(x.shape[-2])
     return positions if start is None else positions + start
 
 
 def _loop(remat: bool) -> Loop:
-    """`remat`: keep only the states between steps and attention's output for the backward pass."""
+    """Return how to run the steps; `remat` keeps only states and attention's output of each."""
     if not remat:
         return Loop(_UNROLLED)
     keep = jax.checkpoint_policies.save_only_these_names(OUTPUT)
-    # XLA on CPU undoes rematerialisation where there is no loop
+    # without a loop, XLA on CPU undoes rematerialisation
     unroll = 1 if target_platform() == "cpu" else _UNROLLED
     return Loop(unroll, partial(jax.checkpoint, policy=keep))

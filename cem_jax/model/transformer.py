@@ -1,6 +1,6 @@
 """The decoder: embedding, blocks of an attention and an MLP sublayer, final norm, output head.
 
-The blocks' parameters are stacked, [L, …], and one compiled block is scanned over them.
+The blocks' parameters are stacked, [L, …], and one compiled block scans over them.
 
 Shapes: B batch · J positions · N new positions · D model dim · V vocabulary · L layers.
 """
@@ -42,7 +42,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Tokens to logits. Parameters are float32; `dtype` is that of the computation."""
+    """Decoder from tokens to logits. Parameters are float32; `dtype` is the compute dtype."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -59,7 +59,7 @@ class Transformer(nnx.Module):
         *,
         dtype: DTypeLike | None = None,
     ) -> Float[Array, "B J V"]:
-        """Return logits, in `dtype`; position i sees tokens 0..i of its own segment."""
+        """Return the logits in `dtype`; position i sees tokens 0 … i of its own segment."""
         return self.logits(self.hidden(tokens, segments, dtype=dtype))
 
     def hidden(
@@ -69,7 +69,7 @@ class Transformer(nnx.Module):
         *,
         dtype: DTypeLike | None = None,
     ) -> Float[Array, "B J D"]:
-        """Return the states that the output head reads, after the final norm."""
+        """Return the states after the final norm, which the output head reads."""
         block_of, layers = self._layers()
 
         def apply(x, layer):
@@ -85,10 +85,10 @@ class Transformer(nnx.Module):
         tokens: Int[Array, "B J"],
         dtype: DTypeLike | None = None,
     ) -> Any:
-        """Return what `look(block, x)` sees in each block, stacked over the layers.
+        """Run `look(block, x)` in place of each block and return its results, stacked over layers.
 
-        It gets the state that enters the block, and returns the state that leaves it and a tree of
-        arrays.
+        `look` gets the state that enters the block and returns the state that leaves it and a tree
+        of arrays.
         """
         block_of, layers = self._layers()
         x = lay_out(self.embed(tokens, dtype), "batch", "sequence")
@@ -97,19 +97,20 @@ class Transformer(nnx.Module):
     def embed(
         self, tokens: Int[Array, "B J"], dtype: DTypeLike | None = None
     ) -> Float[Array, "B J D"]:
-        """Return embeddings of token ids; out-of-range ids are the caller's fault and give NaN."""
-        # Its gradient too has whole rows before it is split: XLA would copy x to all devices.
+        """Return the embeddings of token ids; ids out of range give NaN."""
+        # Gathers whole rows, and their gradient before it is split: otherwise XLA copies x to all
+        # devices.
         table = lay_out(whole_rows(jnp.asarray(self.embedding[...])), "vocab", None)
         rows = table.at[tokens]
         x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return x if dtype is None else x.astype(dtype)
 
     def head_weight(self) -> Float[Array, "V D"]:
-        """Return the output head's rows."""
+        """Return the output head, one row per token of the vocabulary."""
         return self.embedding[...] if self.head is None else self.head[...]
 
     def logits(self, x: Float[Array, "B J D"]) -> Float[Array, "B J V"]:
-        """Return logits of the states that `hidden` gives."""
+        """Return the logits of states that `hidden` returned."""
         return project(x, self.head_weight())
 
     def cache(self, batch: int, length: int, dtype: DTypeLike) -> Any:
@@ -127,7 +128,7 @@ class Transformer(nnx.Module):
         *,
         dtype: DTypeLike | None = None,
     ) -> tuple[Float[Array, "B N V"], Any]:
-        """Return logits of N new tokens at positions `start` …, and the cache with them in it."""
+        """Return the logits of N new tokens, the first at `start`, and the updated cache."""
         block_of, layers = self._layers()
 
         def apply(x, layer_and_cache):
@@ -140,13 +141,13 @@ class Transformer(nnx.Module):
         return self.logits(rms_norm(x, self.norm[...], self.config.norm_eps)), cache
 
     def _layers(self) -> tuple[Callable[[Any], Block], Any]:
-        """The blocks as stacked arrays [L, …], and what makes a block of one layer's."""
+        """Return a function from one layer's arrays to its block, and the stacked arrays [L, …]."""
         graph, layers = nnx.split(self.blocks)
         return lambda layer: nnx.merge(graph, layer), layers
 
 
 def _stacked_blocks(config: ModelConfig, key: Array) -> Block:
-    """A Block whose parameters carry a leading layer axis, each layer drawn from its own key."""
+    """Return a Block of parameters with a leading layer axis, each layer drawn from its own key."""
 
     def one(key):
         return nnx.to_pure_dict(nnx.state(Block(config, rngs=nnx.Rngs(params=key))))
@@ -162,12 +163,12 @@ def _rematerialised(apply, config: ModelConfig):
     attention = known.save_only_these_names(OUTPUT)
     dots = known.save_from_both_policies(known.dots_with_no_batch_dims_saveable, attention)
     policies = {"dots": dots, "attention": attention, "full": None}
-    # a scan keeps the two passes apart; written out, XLA would merge them and keep everything
+    # a scan keeps the two passes apart; without it, XLA would merge them and keep everything
     return jax.checkpoint(apply, policy=policies[config.remat], prevent_cse=not config.scan_layers)
 
 
 def _over_layers(apply, x, layers, config: ModelConfig):
-    """scan, or the same written out layer by layer (faster to run on CPU, slower to compile)."""
+    """Scan `apply` over the layers, or unroll it: faster to run on CPU, slower to compile."""
     if config.scan_layers:
         return jax.lax.scan(apply, x, layers)
     unstacked = jax.tree.map(lambda leaf: jnp.split(leaf, config.layers), layers)

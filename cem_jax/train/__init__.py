@@ -1,1 +1,1 @@
-"""Training: step, optimizer, loop, checkpoints and metrics."""
+"""One training step and what it is made of, evaluation, and the measurements of a model."""

@@ -1,6 +1,6 @@
-"""The loss of a whole split, each target once.
+"""The loss on a whole split, each target counted once.
 
-Shapes: B windows at a time · J targets a window.
+Shapes: B windows at a time · J targets per window.
 """
 
 import math
@@ -23,21 +23,23 @@ from cem_jax.model import pure
 from cem_jax.sharding.mesh import batch_sharding, batch_ways, in_mesh
 from cem_jax.train.loss import sum_of_losses
 
-_AHEAD = 2  # batches handed to the device before the first one's result is read
+_AHEAD = 2  # batches sent to the device before the first one's result is read
 
 
 class Evaluator:
-    """Evaluates parameters on one split, compiled once; a mixture's datasets, and the named sources
-    of each, one by one.
+    """Evaluates parameters on one split, compiled once.
+
+    The datasets of a mixture, and the named sources of each, are evaluated one by one.
 
     Args:
-      batch: windows at a time, rounded up to what the mesh divides; None: as many as in training.
-      limit: at most so many times train.global_batch windows of each source, the same on every
+      batch: windows at a time, rounded up so that the mesh divides it; None: as many as in
+        training.
+      limit: at most `limit` × train.global_batch windows of each source, the same ones on every
         machine; None: the whole split.
-      mesh: devices to spread the batch over; None: one.
+      mesh: devices to spread the batch over; None: one device.
 
     Raises:
-      UserError: a dataset has no such split, or a split smaller than a window.
+      UserError: a dataset does not have this split, or the split is smaller than a window.
     """
 
     def __init__(
@@ -82,12 +84,12 @@ class Evaluator:
 
     @property
     def measure(self) -> str:
-        """What the common part of its evaluations is of; another's is not to be compared."""
+        """Description of the common part of its evaluations: only equal ones are comparable."""
         windows = "all" if self._limit is None else f"{self._limit * self._batch}"
         return f"{self.split}: {windows} windows of {self._config.data.context} tokens"
 
     def batches(self, *, whole: bool = False) -> int:
-        """Batches of one evaluation."""
+        """Return the number of batches of one evaluation."""
         limit = None if whole else self._limit
         return sum(self._batches_of(source, limit) for source in self._sources)
 
@@ -98,7 +100,7 @@ class Evaluator:
         *,
         whole: bool = False,
     ) -> dict[str, Any]:
-        """As `with_common`, without the common part."""
+        """Return the results of `with_common` without the common part's loss."""
         return self.with_common(parameters, report, whole=whole)[0]
 
     def with_common(
@@ -108,14 +110,15 @@ class Evaluator:
         *,
         whole: bool = False,
     ) -> tuple[dict[str, Any], float]:
-        """What was found, and the loss of the part within `limit`, by which it is compared.
+        """Return the results, and the loss on the windows within `limit`, the common part.
 
-        {loss, perplexity, bits_per_byte, tokens, bytes}, and {sources: {name: …}} of several.
+        The results are {loss, perplexity, bits_per_byte, tokens, bytes}; with several sources also
+        {sources: {name: the same}}, where the name is the directory or URL, and #source.
 
-        Sources are called by their directory or URL, and #name. `loss` is in nats a target and
-        `tokens` counts targets. Bits per byte are Σ nats / ln 2 / UTF-8 bytes of the documents;
-        they and `bytes` are None when `limit` cuts a split short. `report` gets the number of
-        batches done, after each. `whole` sets the limit aside.
+        `loss` is in nats per target and `tokens` counts targets. Bits per byte are
+        Σ nats / ln 2 / UTF-8 bytes of the documents; they and `bytes` are None if `limit` cuts a
+        split short. `report` is called after each batch with the number of batches done. `whole`
+        ignores the limit.
         """
         done = 0
         results = {}
@@ -132,10 +135,10 @@ class Evaluator:
             split = source.split(self.split)
             size = split.bytes if int(tokens) == split.tokens - 1 else None
             results[source.name] = (nats, int(tokens), size)
-        return _together(results), common[0] / common[1]
+        return _overall(results), common[0] / common[1]
 
     def _batch_sums(self, parameters, source: Dataset, whole: bool):
-        """(nats, weight) of each batch, read a few batches late so that the device never waits."""
+        """Yield (nats, weight) of each batch, a few batches late so that the device never waits."""
         running = deque()
         for batch in self._batches(source, None if whole else self._limit):
             running.append(self._sums(parameters, self._place(batch)))
@@ -161,7 +164,10 @@ class Evaluator:
         return batches if limit is None else min(batches, limit)
 
     def _usable(self, mixture: Mixture) -> list[Dataset]:
-        """Raises UserError for every dataset without the split, or with less than a window."""
+        """Return the sources that have targets.
+
+        Raises UserError with every dataset that lacks the split or has less than a window of it.
+        """
         problems: list[str] = []
         for source in mixture.sources:
             try:
@@ -174,8 +180,8 @@ class Evaluator:
         return [part for part in mixture.parts(self.split) if part.split(self.split).tokens > 1]
 
 
-def _together(results: dict[str, tuple[float, int, int | None]]) -> dict[str, Any]:
-    """What is told of all sources, from each one's nats, tokens and bytes."""
+def _overall(results: dict[str, tuple[float, int, int | None]]) -> dict[str, Any]:
+    """Return the results over all sources, from the nats, tokens and bytes of each."""
     described = {name: _described(*result) for name, result in results.items()}
     if len(described) == 1:
         return next(iter(described.values()))

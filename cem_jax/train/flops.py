@@ -1,14 +1,11 @@
-"""FLOPs of what is run, from the configuration alone; peaks of devices; their quotient.
+"""FLOPs computed from the configuration, the peaks of devices, and the ratio of the two (MFU).
 
-Counted are matrix products, two FLOPs a multiply-add: every projection, score and readout of every
-one of the T steps, whether its weight is tied or not, and the output head. Norms and elementwise
-work are not, and nor is what an implementation computes twice to save memory.
+Only matrix products count, at two FLOPs per multiply-add: every projection, score and readout of
+each of the T steps, whether or not its weight is tied, and the output head. Norms and elementwise
+operations do not count, nor does what an implementation computes again to save memory.
 
-Scores are counted for causal pairs only: at context J a token sees (J + 1)/2 positions on average.
-With document masks some of these pairs are hidden, and they are counted all the same.
-
-Symbols: J context · D model dim · K heads · M MLP dim · V vocabulary · L layers · T steps ·
-S rank of a preconditioner.
+Only causal pairs count as scores: at context J a token sees (J + 1)/2 positions on average. Pairs
+hidden by document masks count too.
 """
 
 import re
@@ -19,7 +16,7 @@ from cem_jax.config import AttentionConfig, MLPConfig, ModelConfig
 
 
 class Flops(NamedTuple):
-    """Of one token's forward pass, by what they are spent on."""
+    """FLOPs of one token's forward pass, by part of the model."""
 
     attention: float  # projections and readouts
     scores: float  # of attention: query with key, softmax with value
@@ -28,14 +25,15 @@ class Flops(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum over all parts."""
         return sum(self)
 
 
 def forward_flops(model: ModelConfig, context: int) -> Flops:
-    """Return the FLOPs per token of a forward pass over windows of `context` tokens, on average.
+    """Return the average FLOPs per token of a forward pass over windows of `context` tokens.
 
-    Preconditioners are folded once per forward pass, not once per token: see `folding_flops`.
+    Folding the preconditioners is not included: it happens once per forward pass, see
+    `folding_flops`.
     """
     a, m, layers = model.attention, model.mlp, model.layers
     pairs = (context + 1) / 2
@@ -49,21 +47,20 @@ def forward_flops(model: ModelConfig, context: int) -> Flops:
 
 
 def flops_per_token(model: ModelConfig, context: int) -> float:
-    """Return the FLOPs per token of a forward pass; arguments as in `forward_flops`."""
+    """Return the total of `forward_flops`."""
     return forward_flops(model, context).total
 
 
 def training_flops_per_token(model: ModelConfig, context: int) -> float:
-    """FLOPs a token of a training step: the backward pass costs twice the forward pass.
+    """Return the FLOPs per token of a training step; the backward pass costs two forward passes.
 
-    What `remat` computes again is not counted, as usual where the quotient with a device's peak is
-    meant to say how well the device is used.
+    As is usual for MFU, what `remat` computes again does not count.
     """
     return 3.0 * flops_per_token(model, context)
 
 
 def folding_flops(model: ModelConfig) -> float:
-    """FLOPs of folding the low-rank preconditioners into weights, once a forward pass."""
+    """Return the FLOPs of folding the low-rank preconditioners into weights, per forward pass."""
     a, m = model.attention, model.mlp
     multiply_adds = 0
     if a.kind == "cem":
@@ -74,43 +71,43 @@ def folding_flops(model: ModelConfig) -> float:
 
 
 def _attention_products(a: AttentionConfig, dim: int) -> int:
-    """Multiply-adds a token and layer, scores apart."""
+    """Return the multiply-adds per token and layer of attention, without its scores."""
     if a.kind == "llama":
         return a.steps * 4 * dim * dim
     step = 2 * dim * dim
     if a.diagonal_in_update:
-        # the diagonal's own gradient is a vector, not a weight: P is applied to it, not folded
+        # the diagonal's own gradient is a vector, not a weight: P cannot be folded
         vectors = a.heads if a.preconditioner_heads == "per_head" else 1
         step += vectors * _low_rank_row(a, dim)
     return dim * dim + a.steps * step
 
 
 def _pair(a: AttentionConfig, dim: int) -> int:
-    """Multiply-adds of one query and key position, all heads together."""
+    """Return the multiply-adds per pair of query and key positions, over all heads."""
     if a.kind == "llama" or a.diagonal == "none":
         return 2 * dim
     per_head_p = a.preconditioner != "none" and a.preconditioner_heads == "per_head"
-    # with one P a head, the exact gradient takes a shared diagonal head by head as well
+    # with one P per head, the exact gradient also treats a shared diagonal head by head
     by_head = a.diagonal == "per_head" or (a.diagonal_in_update and per_head_p)
     diagonals = a.heads if by_head else 1
     return (2 + diagonals * (2 if a.diagonal_in_update else 1)) * dim
 
 
 def _mlp_products(m: MLPConfig, dim: int) -> int:
-    """Multiply-adds a token and layer."""
+    """Return the multiply-adds per token and layer of the MLP."""
     return (3 * m.steps if m.kind == "gated" else 1 + 2 * m.steps) * dim * m.dim
 
 
 def _low_rank_row(c: AttentionConfig | MLPConfig, dim: int) -> int:
-    """Multiply-adds of one row times the low-rank part of P, in factors."""
+    """Return the multiply-adds of one row times the factors of P's low-rank part."""
     if c.preconditioner != "diagonal_low_rank":
         return 0
     return (4 if c.preconditioner_form == "symmetric" else 2) * dim * c.preconditioner_rank
 
 
-# Dense bfloat16 peaks of one JAX device, in FLOPs a second.
-# docs.cloud.google.com/tpu/docs, the page of each version. A device is a chip, but for TPU7x, where
-# it is one of the two cores that share a chip's 2307 teraFLOPS.
+# Dense bfloat16 peaks of one JAX device, in FLOPs per second.
+# From the page of each version at docs.cloud.google.com/tpu/docs. A device is a chip, except on
+# TPU7x, where it is one of the two cores that share a chip's 2307 teraFLOPS.
 _TPU_PEAKS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -121,8 +118,8 @@ _TPU_PEAKS = {
     "TPU v6e": 918e12,
     "TPU7x": 2307e12 / 2,
 }
-# NVIDIA's datasheets of A100, H100 and H200; for the last two half of what they state with
-# sparsity. Names go on with memory and form factor; the first beginning that fits holds.
+# From NVIDIA's datasheets of the A100, H100 and H200; for the last two, half of the figures with
+# sparsity. Device names continue with memory and form factor: the first prefix that matches counts.
 _NVIDIA_PEAKS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756.5e12,
@@ -134,10 +131,10 @@ _NVIDIA_PEAKS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """The dense bfloat16 peak of a device by its `device_kind`, FLOPs a second; None: not known."""
+    """Return the dense bfloat16 peak of a `device_kind` in FLOPs per second; None if unknown."""
     if device_kind in _TPU_PEAKS:
         return _TPU_PEAKS[device_kind]
-    if " MIG " in device_kind:  # a slice of a GPU, under the whole one's name
+    if " MIG " in device_kind:  # a slice of a GPU, named after the whole GPU
         return None
     return next(
         (p for name, p in _NVIDIA_PEAKS.items() if re.match(rf"{name}\b", device_kind)), None
@@ -145,7 +142,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class HasKind(Protocol):
-    """A `jax.Device`, as far as it is needed here."""
+    """The part of `jax.Device` that `mfu` uses."""
 
     device_kind: str
 
@@ -153,14 +150,14 @@ class HasKind(Protocol):
 def mfu(
     tokens_per_second: float, flops_per_token: float, devices: Sequence[HasKind]
 ) -> float | None:
-    """Model FLOPs utilisation: the share of the devices' bfloat16 peaks that is used.
+    """Return the model FLOPs utilisation: the fraction of the devices' bfloat16 peaks in use.
 
     Args:
       tokens_per_second: of all devices together.
-      flops_per_token: of what is done with a token; in training, `training_flops_per_token`.
+      flops_per_token: in training, `training_flops_per_token`.
 
     Returns:
-      None where the peak of any device is not known.
+      None if the peak of any device is unknown.
     """
     peaks = [peak_flops(device.device_kind) for device in devices]
     if not peaks or None in peaks:

@@ -1,10 +1,10 @@
-"""Cross-entropy of next tokens, in chunks of positions: the logits never exist whole.
+"""Next-token cross-entropy in chunks of positions: the full logits never exist.
 
-The gradient p − onehot is linear in the loss's own, a number, so the pass that computes the loss
-computes the gradient too, while a chunk's logits are at hand: three products with the head, as
-without chunks, and nothing to keep for later but gradients.
+The gradient p − onehot is linear in the loss's own cotangent, a scalar. So the pass that computes
+the loss also computes the gradient, while a chunk's logits are at hand: three products with the
+head, as without chunks, and only gradients to keep for the backward pass.
 
-Shapes: B sequences · J positions (T = J+1 tokens) · N chunks · C positions of a chunk, on each of
+Shapes: B sequences · J positions (T = J+1 tokens) · N chunks · C positions per chunk, on each of
 the P devices that positions are split over · D model dim · V vocabulary.
 """
 
@@ -24,18 +24,18 @@ from cem_jax.sharding.linear import readout, weight_gradient
 
 
 class ChunkSize(NamedTuple):
-    """How large a chunk is on one device."""
+    """The size of a chunk on one device."""
 
-    logits: int  # elements, at most
-    rows: int = 256  # positions, at least: this keeps the products efficient
+    logits: int  # maximum number of logits
+    rows: int = 256  # minimum number of positions, which keeps the products efficient
 
 
 def chunk_size() -> ChunkSize:
-    """Return the size that suits the platform.
+    """Return the chunk size that suits the platform.
 
-    Each chunk reads the head and adds to its gradient, so an accelerator gets few large ones,
-    256 MiB in float32; on CPU 4 MiB stay in its caches, which takes up to a third off the time of
-    one chunk of everything.
+    Each chunk reads the head and adds to its gradient, so accelerators get few large chunks,
+    256 MiB in float32. On CPU, chunks of 4 MiB stay in the caches, which saves up to a third of the
+    time of a single chunk.
     """
     return ChunkSize(1 << 20 if target_platform() == "cpu" else 1 << 26)
 
@@ -43,8 +43,8 @@ def chunk_size() -> ChunkSize:
 class Losses(NamedTuple):
     """Sums over targets, float32 (float64 for float64 models); divide by `weight` for means."""
 
-    total: Float[Array, ""]  # Σ weight·(nats + z_loss·logZ²): what training minimises
-    z: Float[Array, ""]  # its z-loss part, to be reported; a constant to differentiation
+    total: Float[Array, ""]  # Σ weight·(nats + z_loss·logZ²), the training objective
+    z: Float[Array, ""]  # the z-loss part of it, for reports; not differentiated
     weight: Float[Array, ""]
 
     @property
@@ -64,13 +64,12 @@ def sum_of_losses(
     shards: int = 1,
     chunks: ChunkSize | None = None,
 ) -> Losses:
-    """Losses of tokens[:, 1:] given tokens[:, :-1].
+    """Return the summed losses of tokens[:, 1:] given tokens[:, :-1]. Token ids are not checked.
 
-    `weights` of the targets, 1 by default, are not differentiated. `segments` keep attention within
-    a document; a target in the next document counts all the same. `dtype`: of the computation,
-    float32 by default; softmax and sums are float32 or better. `shards`: devices that the batch
-    axis is spread over. `chunks`: the size of a chunk, by default the platform's. Token ids must be
-    checked before.
+    `weights`: of the targets, default 1; not differentiated. `segments`: document ids, which keep
+    attention within a document; a target in the next document still counts. `dtype`: of the
+    computation, default float32; softmax and sums use float32 or better. `shards`: devices that the
+    batch axis is spread over. `chunks`: default `chunk_size()`.
     """
     x_BJD = model.hidden(
         tokens[:, :-1],
@@ -93,10 +92,10 @@ def sum_of_losses(
 def chunk_length(
     batch: int, positions: int, vocabulary: int, size: ChunkSize, shards: int = 1, places: int = 1
 ) -> int:
-    """Return the positions of a chunk, the same for every chunk but for the last one's padding.
+    """Return the number of positions per chunk; the last chunk is padded to it.
 
-    `shards`: devices that the chunk is spread over. `places`: devices among them that positions
-    are split over; each has an equal part of every chunk.
+    `shards`: devices that a chunk is spread over. `places`: how many of these positions are split
+    over; each has an equal part of every chunk.
     """
     rows = max(size.rows, size.logits // vocabulary) * shards
     chunks = -(-positions // max(1, rows // batch))
@@ -130,7 +129,7 @@ def _losses_and_gradients(static, x_BJD, head_VD, targets_BJ, weights_BJ):
         logits_bar_BCV = scale_BC[..., None] * softmax.exp_BCV - jnp.where(
             is_target_BCV, weights_BC[..., None], 0
         )
-        # Two products read it: left to itself, XLA on CPU computes it twice, within their loops.
+        # Two products read this: without the barrier, XLA on CPU computes it twice, in their loops.
         logits_bar_BCV = lax.optimization_barrier(logits_bar_BCV.astype(x_BCD.dtype))
         x_bar_BCD = readout(logits_bar_BCV, head_VD)
         head_bar_VD += weight_gradient(x_BCD, logits_bar_BCV, head_bar_VD.dtype)
@@ -154,14 +153,14 @@ _chunked_losses.defvjp(_losses_and_gradients, _scaled_gradients)
 
 
 class _Softmax(NamedTuple):
-    exp_BCV: Array  # of logits less their maximum
+    exp_BCV: Array  # exp(logits − max)
     sum_BC: Array
     log_z_BC: Array
 
 
 def _losses(z_loss, head_VD, x_BCD, targets_BC, weights_BC) -> tuple[Array, Array, _Softmax]:
-    """Weighted nats and z-losses, and what the gradient needs."""
-    # summed in float32 and not rounded after: bfloat16 logits near 10 would be off by up to 0.03
+    """Return weighted nats and z-losses, and what the gradient needs."""
+    # logits stay in float32: rounded to bfloat16, those near 10 would be off by up to 0.03
     logits_BCV = jnp.einsum(
         "bcd,vd->bcv", x_BCD, head_VD.astype(x_BCD.dtype), preferred_element_type=weights_BC.dtype
     )
@@ -177,9 +176,9 @@ def _losses(z_loss, head_VD, x_BCD, targets_BC, weights_BC) -> tuple[Array, Arra
 
 
 def _over_chunks(add, carry, chunk, places, *inputs):
-    """scan `add` over chunks of the inputs' axis 1, and its outputs joined; no loop for one.
+    """Scan `add` over chunks of the inputs' axis 1 and join its outputs; a single chunk: no loop.
 
-    A chunk is a piece of each device's positions, P·C in all: no device has a chunk to itself.
+    A chunk consists of a piece of every device's positions, P·C in all.
     """
     positions = inputs[0].shape[1]
     if chunk == positions:

@@ -1,7 +1,6 @@
-"""AdamW with warm-up and cosine decay (Table 2), without its learning rate.
+"""AdamW and its learning-rate schedule, warm-up and cosine decay (Table 2).
 
-The learning rate is a function of the step and is applied in `train.step`, so that what is logged
-is what was used.
+`train.step` applies the learning rate, so that the logged value is the one that was used.
 """
 
 from typing import Any
@@ -18,10 +17,10 @@ from cem_jax.model import pure
 def learning_rate(
     step: Int[Array, ""], config: OptimizerConfig, total_steps: int, ahead: float = 0.0
 ) -> Float[Array, ""]:
-    """η at `step` = 0 … total_steps − 1: linear up to the peak, then a cosine down to its share.
+    """Return η at `step` = 0 … total_steps − 1: linear warm-up, then cosine decay.
 
-    `ahead`: that the schedule is so many steps further, and longer: earlier steps were of another
-    size, and the schedule goes by what was seen.
+    `ahead`: steps to shift and lengthen the schedule by, because earlier steps had another batch
+    size and the schedule follows the tokens seen.
     """
     length, peak = total_steps + ahead, config.learning_rate
     warmup = max(1, round(config.warmup_fraction * length))
@@ -32,7 +31,7 @@ def learning_rate(
 
 
 def adamw(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
-    """Clip, Adam, decoupled weight decay; the updates are to be scaled by −learning rate."""
+    """Return clipping, Adam and decoupled weight decay; scale its updates by −learning rate."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
@@ -41,6 +40,6 @@ def adamw(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransfor
 
 
 def decay_mask(config: OptimizerConfig, model: ModelConfig) -> Any:
-    """A tree of booleans: which parameters decay. `matrices` means embeddings too."""
+    """Return a tree of booleans: which parameters decay. `matrices` includes embeddings."""
     decays = lambda info: config.decay_mask == "all" or info.decays
-    return jax.tree.map(decays, pure.describe(model), is_leaf=pure.is_info)
+    return jax.tree.map(decays, pure.describe(model))

@@ -1,7 +1,7 @@
 """How the layers descend their energies: the `energies` lines of metrics.jsonl (docs/metrics.md).
 
-A function of its own beside the training step, on a few sequences and in float32, so that a run
-without it pays nothing.
+Computed apart from the training step, on a few sequences in float32, so that it costs nothing
+unless it is used.
 
 Shapes: B sequences · J positions · D model dim · L layers · T steps.
 """
@@ -24,14 +24,14 @@ from cem_jax.model.sublayer import CEMSublayer
 from cem_jax.sharding.mesh import batch_ways, in_mesh, replicated
 
 SUBLAYERS = ("attention", "mlp")
-_SEQUENCES = 4  # at least, where the batch has so many; a multiple of the devices that rows are on
-_ROUNDING = 64  # rises of so many units in an energy's last place are none
+_SEQUENCES = 4  # at least, if the batch has them; rounded up to a multiple of the row shards
+_ROUNDING = 64  # an energy's rise counts only above this many units in the last place
 
 
 def make_probe(config: Config, mesh: Mesh) -> Callable[[Any, Mapping[str, Array]], dict] | None:
-    """(parameters, placed batch) -> the values of an `energies` line; all processes call it.
+    """Return a function (parameters, placed batch) -> the values of an `energies` line.
 
-    None where the model has no layer with an energy.
+    All processes must call it. Returns None if no layer of the model has an energy.
     """
     if "cem" not in (config.model.attention.kind, config.model.mlp.kind):
         return None
@@ -53,12 +53,12 @@ def make_probe(config: Config, mesh: Mesh) -> Callable[[Any, Mapping[str, Array]
 
 
 def _each(rows: int, shards: int) -> int:
-    """Sequences of each shard: about `_SEQUENCES` in all."""
+    """Return the number of sequences to use per shard: about `_SEQUENCES` in all."""
     return min(rows // shards, -(-_SEQUENCES // shards))
 
 
 def _first_of_each(rows: Array, shards: int) -> Array:
-    """The first rows of each shard, so that none moves to another device."""
+    """Return the first rows of each shard, so that none moves to another device."""
     each = _each(rows.shape[0], shards)
     few = rows.reshape(shards, -1, *rows.shape[1:])[:, :each]
     return few.reshape(shards * each, *rows.shape[1:])
@@ -70,8 +70,8 @@ def measure(
     tokens: Int[Array, "B J"],
     segments: Int[Array, "B J"] | None = None,
 ) -> dict[str, dict[str, Array]]:
-    """{"attention": {field: [L, …]}, "mlp": …}, without the sublayers that have no energy."""
-    # plain XLA takes float32 at any head size and on any platform
+    """Return {"attention": {field: [L, …]}, "mlp": …} for the sublayers that have an energy."""
+    # unlike fused kernels, blockwise takes float32 at any head size on any platform
     attention = replace(config.attention, implementation="blockwise", block_sizes=None)
     model = pure.bind(replace(config, attention=attention), parameters)
 
@@ -92,14 +92,14 @@ def measure(
 def _descent(
     sublayer: CEMSublayer, x: Float[Array, "B J D"], inputs: dict[str, Any]
 ) -> tuple[Float[Array, "B J D"], dict[str, Array]]:
-    """The state after the sublayer, and what its steps were like."""
+    """Return the state after the sublayer, and the statistics of its steps."""
     h = sublayer.context(x)
     states = sublayer.states(x, **inputs)
     updates = jnp.diff(states, axis=0)
     energy = lambda x: sublayer.energy(x, h, **inputs)
 
     def at(x):
-        """Energies, and the gradient of each token's own: h is held, so that no other's moves."""
+        """Return energies and gradients; h is held, so a token's energy moves with it alone."""
         energies, pull_back = jax.vjp(energy, x)
         return energies, pull_back(jnp.ones_like(energies))[0]
 

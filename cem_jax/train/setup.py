@@ -1,4 +1,4 @@
-"""The mesh of a configuration, and how state, batch and step are laid out over it."""
+"""The mesh of a configuration, and the layout of state, batch and step over it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +27,8 @@ from cem_jax.train.step import TrainState, initial_state, make_train_step
 
 
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
-    """Shape, dtype and sharding of everything in the state."""
-    axes = jax.tree.map(lambda info: info.axes, pure.describe(config.model), is_leaf=pure.is_info)
+    """Return the shape, dtype and sharding of everything in the state."""
+    axes = jax.tree.map(lambda info: info.axes, pure.describe(config.model))
     abstract = jax.eval_shape(lambda: initial_state(config))
     params = shardings(mesh, axes)
     everywhere = replicated(mesh)
@@ -46,10 +46,10 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
 
 
 def fresh_state(config: Config, abstract: TrainState) -> TrainState:
-    """Draw the state of step 0, laid out as `abstract`; each device makes its own part."""
+    """Return the state of step 0, laid out as `abstract`; each device draws its own part."""
     out = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    # Drawn once: on CPU, LLVM's optimiser would take seconds for what then runs in milliseconds;
-    # and its vectors round otherwise than what is left of a loop: the bits would follow the mesh.
+    # Runs once: on CPU, LLVM's optimiser would take seconds to save milliseconds. Its vector code
+    # also rounds differently from the scalar rest of a loop, so the bits would depend on the mesh.
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     make = jax.jit(lambda: initial_state(config), out_shardings=out, compiler_options=quick)
     return together("the initial state", make)()
@@ -58,9 +58,9 @@ def fresh_state(config: Config, abstract: TrainState) -> TrainState:
 def jitted_step(
     config: Config, mesh: Mesh, state: TrainState, total_steps: int, ahead: float = 0.0
 ) -> Callable:
-    """The training step as it runs and as it is compiled beforehand; to be traced `in_mesh`.
+    """Return the jitted training step, to run or to compile ahead of time; call it `in_mesh`.
 
-    `state`: abstract, with shardings; the step's own state is donated and comes back laid out so.
+    `state`: abstract, with shardings. The step donates its state and returns one laid out like it.
     """
     ways = batch_ways(mesh)
     step = make_train_step(config, total_steps, ways, ahead)
@@ -69,7 +69,7 @@ def jitted_step(
 
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape, dtype and sharding of a batch as the loader makes it."""
+    """Return the shape, dtype and sharding of a batch from the loader."""
     names = ("tokens", "segments") if config.data.document_mask else ("tokens",)
     shape = (config.train.global_batch, config.data.context + 1)
     array = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
@@ -77,14 +77,14 @@ def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct
 
 
 def place_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process's rows of a batch, as part of the whole that is split over all devices."""
+    """Return the global batch, split over all devices, to which this process gives its rows."""
     return global_arrays(batch, batch_sharding(mesh))
 
 
 def lay_out(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The configuration's mesh, over all devices of this machine if none are given.
+    """Return the configuration's mesh over `devices`, by default all of this machine.
 
-    Raises UserError with what does not divide over it, or has no kernel on these devices.
+    Raises UserError if something does not divide over it, or has no kernel on these devices.
     """
     mesh = make_mesh(mesh_sizes(config), devices)
     check_divides(config, mesh)
@@ -100,7 +100,7 @@ def check_divides(config: Config, mesh: Mesh | AbstractMesh) -> None:
 
 
 def _check_kernels(config: Config, mesh: Mesh) -> None:
-    """Traces the model where a fused kernel is demanded, which says whether there is one."""
+    """Raise UserError if a fused kernel is required but cannot run: tracing the model tells."""
     if config.model.attention.implementation != "pallas":
         return
     rows = config.train.microbatch or config.train.global_batch

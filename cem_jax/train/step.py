@@ -1,6 +1,6 @@
 """One training step as a pure function: loss, gradient, update.
 
-Shapes: B global batch · A microbatches accumulated · J positions.
+Shapes: B global batch · A accumulated microbatches · J positions.
 """
 
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from cem_jax.train.optimizer import adamw, learning_rate
 
 
 class TrainState(NamedTuple):
-    """All that a run carries from step to step, and all that a checkpoint holds."""
+    """Everything that a run carries from step to step; a checkpoint holds it."""
 
     params: Any
     opt_state: Any
-    step: Int[Array, ""]  # batches consumed, those of skipped updates included
-    bad_steps: Int[Array, ""]  # non-finite steps in a row, up to now
-    skipped_steps: Int[Array, ""]  # non-finite steps in all
+    step: Int[Array, ""]  # batches consumed, including those of skipped updates
+    bad_steps: Int[Array, ""]  # current number of consecutive non-finite steps
+    skipped_steps: Int[Array, ""]  # total number of non-finite steps
 
 
 class StepMetrics(NamedTuple):
     """Scalars of one step; all but the last two are float32."""
 
-    loss: Float[Array, ""]  # mean cross-entropy a target, nats
+    loss: Float[Array, ""]  # mean cross-entropy per target, in nats
     grad_norm: Float[Array, ""]  # before clipping
     learning_rate: Float[Array, ""]
     bad_steps: Int[Array, ""]
@@ -43,7 +43,7 @@ Batch = dict[str, Array]  # tokens [B, J+1]; optionally weights [B, J] and segme
 
 
 def initial_state(config: Config) -> TrainState:
-    """Step 0. Run under jit with output shardings, it is the same on every mesh."""
+    """Return the state of step 0; under jit with output shardings, the same on every mesh."""
     params = pure.initialise(config.model, jax.random.key(config.seed))
     zero = jnp.zeros((), jnp.int32)
     return TrainState(params, adamw(config.optimizer, config.model).init(params), zero, zero, zero)
@@ -52,12 +52,11 @@ def initial_state(config: Config) -> TrainState:
 def make_train_step(
     config: Config, total_steps: int, shards: int = 1, ahead: float = 0.0
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """The step of this configuration, to be jitted with its state donated.
+    """Return the step of this configuration, to be jitted with its state donated.
 
-    The loss is the mean over all weighted targets of the global batch, however it is cut into
-    microbatches. A step whose loss or gradient is not finite leaves parameters and optimizer as
-    they were, and is counted. `shards`: devices that the batch is spread over. `ahead`: of the
-    schedule, see `learning_rate`.
+    The loss is the mean over all weighted targets of the global batch, whatever the microbatches. A
+    step whose loss or gradient is not finite is counted and leaves parameters and optimizer
+    unchanged. `shards`: devices that the batch is spread over. `ahead`: see `learning_rate`.
     """
     optimizer = adamw(config.optimizer, config.model)
     dtype = jnp.dtype(config.train.compute_dtype)
@@ -99,10 +98,10 @@ def make_train_step(
 def accumulate(
     loss_of: LossOf, params: Any, batch: Batch, microbatches: int
 ) -> tuple[Float[Array, ""], Any]:
-    """Return loss and gradient of the whole batch, computed one microbatch at a time.
+    """Return the loss and gradient of the whole batch, computed one microbatch at a time.
 
-    `loss_of(params, part, total_weight)` gives (objective, loss to report), both already divided by
-    the whole batch's weight, so that the parts simply add up.
+    `loss_of(params, part, total_weight)` returns (objective, reported loss), both already divided
+    by the weight of the whole batch, so that the parts simply add up.
     """
     total_weight = batch["weights"].sum() if "weights" in batch else _targets(batch)
     gradient = jax.value_and_grad(loss_of, has_aux=True)
@@ -114,7 +113,7 @@ def accumulate(
         (_, loss), grads = gradient(params, part, total_weight)
         return jax.tree.map(jnp.add, carry, (loss, grads)), None
 
-    # Rows r, r + A, … make a microbatch: each device's rows stay with it.
+    # A microbatch consists of rows r, r + A, …: every row stays on its device.
     cut = lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1)
     start = jax.tree.map(jnp.zeros_like, (jnp.zeros((), jnp.float32), params))
     return jax.lax.scan(add, start, jax.tree.map(cut, batch))[0]

@@ -14,7 +14,7 @@ from cem_jax.config import Config, ModelConfig
 from cem_jax.energy.activation import ACTIVATIONS
 from cem_jax.model import Block
 from cem_jax.model.parameters import with_values
-from cem_jax.model.pure import describe, is_info
+from cem_jax.model.pure import describe
 
 _POSITIONS = 16
 # So small that 16 positions make several tiles, the last ones ragged.
@@ -218,7 +218,7 @@ def random_parameters(model: ModelConfig, rng: np.random.Generator) -> Any:
                 value = spread / np.sqrt(model.dim)
         return value.astype(np.float32)
 
-    return jax.tree.map_with_path(draw, describe(model), is_leaf=is_info)
+    return jax.tree.map_with_path(draw, describe(model))
 
 
 def sublayer(model: ModelConfig, name: str, parameters: Any) -> nnx.Module:

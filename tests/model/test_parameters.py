@@ -55,7 +55,7 @@ def test_every_dimension_has_a_name(make):
 
 
 def infos(config):
-    leaves = jax.tree_util.tree_leaves_with_path(pure.describe(config), is_leaf=pure.is_info)
+    leaves = jax.tree_util.tree_leaves_with_path(pure.describe(config))
     return {".".join(key.key for key in path): info for path, info in leaves}
 
 

@@ -6,7 +6,7 @@ Plain    x + W_2 σ(W_1 h + b_1) + b_2                       h = RMSNorm(x)
 Gated    x + W_d(σ(W_g h + b_g) ∘ (W_u h + b_u)) + b_d
 CEM      T steps down ξ from x, in the context h; no biases, η = 1, no P
 
-σ is SiLU in all three. The norm before the sublayer is that of the recursion too.
+σ is SiLU in all three. CEM's recursion uses the norm before the sublayer.
 
 Shapes: N points · I inputs · D = 64 model dim · M hidden.
 """
@@ -20,16 +20,16 @@ from jaxtyping import Array, Float
 from cem_jax.energy import StepNorm, StepRule, at_state, descend, elementwise_energy, rms_norm
 from cem_jax.sharding.linear import project
 
-POINTS = 100  # of the forward pass whose FLOPs Table 3 has
+POINTS = 100  # in the forward pass whose FLOPs Table 3 gives
 _INPUTS, _DIM = 10, 64
 _EPS = 1e-6
-_NORM_FLOPS = 5  # an element
+_NORM_FLOPS = 5  # per element
 
 Parameters = dict[str, Any]
 
 
 class Model(NamedTuple):
-    """Which sublayer, how wide, and for CEM how many steps."""
+    """A regressor: the kind and width of its sublayer, and the number of steps for CEM."""
 
     title: str
     kind: str  # plain | gated | cem
@@ -48,7 +48,7 @@ MODELS = {
 
 
 def initialise(model: Model, key: Array) -> Parameters:
-    """Weights N(0, 1/fan-in), biases 0, norms 1."""
+    """Return parameters: weights from N(0, 1/fan-in), biases 0, norms 1."""
     shapes = {"input": (_DIM, _INPUTS), "output": (1, _DIM)}
     biases = {"input_bias": _DIM, "output_bias": 1}
     wide, narrow = (model.hidden, _DIM), (_DIM, model.hidden)
@@ -70,7 +70,7 @@ def initialise(model: Model, key: Array) -> Parameters:
 
 
 def apply(model: Model, p: Parameters, inputs: Float[Array, "N I"]) -> Float[Array, " N"]:
-    """The model's predictions."""
+    """Return the model's predictions."""
     affine = lambda x, name: project(x, p[name]) + p[f"{name}_bias"][None]
     x_ND = affine(inputs, "input")
     h_ND = rms_norm(x_ND, p["norm"], _EPS)
@@ -87,18 +87,17 @@ def apply(model: Model, p: Parameters, inputs: Float[Array, "N I"]) -> Float[Arr
 
 
 def sizes(model: Model, batch: int = POINTS) -> dict[str, int]:
-    """`parameters`, and `flops` of a forward pass of `batch` points, counted from the shapes.
+    """Return `parameters`, and `flops` of a forward pass over `batch` points, from the shapes.
 
-    Two FLOPs a multiply-add, five a normed element; biases, activations and the norm inside the
-    recursion are left out, as in the paper.
+    Two FLOPs per multiply-add, five per normed element; biases, activations and the norm inside the
+    recursion do not count, as in the paper.
     """
     shapes = jax.eval_shape(lambda: initialise(model, jax.random.key(0)))
-    # a step takes u into the hidden coordinates and the force back out, by one weight
-    times = {"tied": 2 * model.steps}
-    flops = {1: lambda name, size: _NORM_FLOPS * size if "norm" in name else 0}
-    flops[2] = lambda name, size: 2 * size * times.get(name, 1)
-    counted = sum(flops[leaf.ndim](name, leaf.size) for name, leaf in shapes.items())
+    # every step uses the tied weight twice: to the hidden coordinates and back
+    uses = {"tied": 2 * model.steps}
+    products = sum(2 * x.size * uses.get(name, 1) for name, x in shapes.items() if x.ndim == 2)
+    norms = sum(_NORM_FLOPS * x.size for name, x in shapes.items() if "norm" in name)
     return {
-        "parameters": sum(leaf.size for leaf in shapes.values()),
-        "flops": batch * counted,
+        "parameters": sum(x.size for x in shapes.values()),
+        "flops": batch * (products + norms),
     }

@@ -1,4 +1,4 @@
-"""The results of the synthetic study, as a table and as a picture."""
+"""The results of the synthetic study as a table and as a plot."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ _HEADER = ("Kernel", "Model", "Parameters", _FLOPS, "Train RMSE", "Test RMSE")
 
 
 def rendered(models: dict[str, dict[str, int]], kernels: dict[str, dict[str, Any]]) -> str:
-    """Table 3: one line a kernel and model, the best of a kernel with a star."""
+    """Return Table 3 as text: one line per kernel and model, the best of each kernel starred."""
     rows = [_HEADER]
     for kernel, results in kernels.items():
         means = {
@@ -34,13 +34,13 @@ def rendered(models: dict[str, dict[str, int]], kernels: dict[str, dict[str, Any
 
 
 def spread(values: list[float]) -> str:
-    """Mean ± standard deviation over the seeds."""
+    """Return the mean ± standard deviation over the seeds as text."""
     mean = f"{np.mean(values):.4f}"
     return mean if len(values) == 1 else f"{mean} ± {_deviation(values):.4f}"
 
 
 def _deviation(values: list[float]) -> float:
-    """Of a sample; 0 for one value."""
+    """Return the sample standard deviation; 0 for a single value."""
     return 0.0 if len(values) == 1 else float(np.std(values, ddof=1))
 
 

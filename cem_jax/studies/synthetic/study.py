@@ -1,7 +1,7 @@
-"""A study of regression of functions drawn from Gaussian processes (Table 3).
+"""The study of regression on functions drawn from Gaussian processes (Table 3).
 
-The work directory gets a JSON file for each kernel as soon as it is finished, which the same
-command again takes over; at the end table.json and table.png.
+The work directory gets a JSON file per kernel as soon as it is finished, which a rerun of the same
+command reuses, and at the end table.json and table.png.
 """
 
 import json
@@ -21,7 +21,7 @@ from cem_jax.text import ProgressLine, format_duration
 
 
 class Settings(NamedTuple):
-    """How large a study is. The same for all kernels and models."""
+    """The size of a study, the same for all kernels and models."""
 
     seeds: int
     steps: int
@@ -29,7 +29,7 @@ class Settings(NamedTuple):
     test_points: int = 4000
 
     def described(self, kernel: str) -> dict[str, Any]:
-        """All that a kernel's results depend on."""
+        """Return everything that the results of a kernel depend on."""
         training = {"batch": BATCH, "learning_rate": PEAK}
         return self._asdict() | training | {"kernel": describe(kernel)}
 
@@ -37,9 +37,9 @@ class Settings(NamedTuple):
 def study(
     workdir: Path, names: list[str], settings: Settings, stream: TextIO
 ) -> dict[str, dict[str, Any]]:
-    """The results of each kernel, those in `workdir` taken over.
+    """Return the results of each kernel, reusing those in `workdir`.
 
-    {kernel: {"settings", "models": {model: {"train": [RMSE of each seed], "test": […]}},
+    {kernel: {"settings", "models": {model: {"train": [RMSE per seed], "test": […]}},
     "seconds", "cpu_seconds"}}
     """
     names = list(dict.fromkeys(names))
@@ -47,7 +47,7 @@ def study(
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--workdir {workdir}: cannot be made: {error.strerror}") from None
+        raise UserError(f"--workdir {workdir}: cannot be created: {error.strerror}") from None
     missing = [name for name in names if found[name] is None]
     progress = _Progress(settings, len(missing), stream)
     for name in missing:
@@ -58,7 +58,7 @@ def study(
 
 
 def _regress(kernel: str, settings: Settings, progress: "_Progress") -> dict[str, Any]:
-    """All models on one kernel: the same functions, points and batches for each."""
+    """Fit all models to one kernel, each on the same functions, points and batches."""
     clocks = time.monotonic(), time.process_time()
     draws = [
         make_data(kernel, seed, settings.points, settings.test_points)
@@ -79,7 +79,10 @@ def _regress(kernel: str, settings: Settings, progress: "_Progress") -> dict[str
 
 
 def _finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """What an earlier run left at `path`; UserError if that is something else."""
+    """Return the results that an earlier run left at `path`, or None.
+
+    Raises UserError if the file is something else or was made with other settings.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         before, _ = dict(content["settings"]), content["models"]
@@ -94,16 +97,16 @@ def _finished(path: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     changed = [key for key in settings if before.get(key) != settings[key]]
     there = ", ".join(f"{key} {before.get(key)} -> {settings[key]}" for key in changed)
     raise UserError(
-        f"{path}: made with other settings (there -> now: {there}); use another --workdir, or "
-        "the same settings"
+        f"{path}: made with other settings (there -> now: {there}); use another --workdir or the "
+        "same settings"
     )
 
 
 class _Progress(ProgressLine):
-    """Where the study stands; a model's steps count by their FLOPs.
+    """The progress of the study, in which a model's steps count by their FLOPs.
 
-    What a model takes until its first report holds its compilation, once for all kernels, and is
-    counted apart.
+    The time until a model's first report includes its compilation, which happens once for all
+    kernels, so it is counted separately.
     """
 
     def __init__(self, settings: Settings, kernels: int, stream: TextIO):
@@ -111,11 +114,11 @@ class _Progress(ProgressLine):
         self._costs = {name: sizes(model)["flops"] for name, model in MODELS.items()}
         self._total = kernels * sum(self._costs.values())
         self._steps = settings.steps
-        self._done = self._measured = self._seconds = 0.0  # work in FLOPs a step
-        self._starts: dict[str, float] = {}  # of each compiled model, in seconds
+        self._done = self._measured = self._seconds = 0.0  # work in FLOPs per step
+        self._starts: dict[str, float] = {}  # seconds until the first report of each model
 
     def of(self, kernel: str, model: str) -> Callable[[int], None]:
-        """What `fit` reports to."""
+        """Return the callback for `fit`."""
         base, cost = self._done, self._costs[model] / self._steps
         mark = time.monotonic()
 

@@ -1,6 +1,6 @@
-"""Training the regressors: Adam on the squared error, all seeds at once.
+"""Training of the regressors: Adam on the squared error, all seeds at once.
 
-Shapes: E seeds · N points · C steps of a chunk · B batch.
+Shapes: E seeds · N points.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from cem_jax.studies.synthetic.models import Model, apply, initialise
 
 BATCH = 100
 PEAK = 0.005  # learning rate, reached after a twentieth of the steps, then a cosine to 0
-_CHUNK = 500  # steps between two looks at the clock
-_ROWS = 1000  # points predicted at a time
+_CHUNK = 500  # steps between two reports
+_ROWS = 1000  # points to predict at a time
 
 
 class Fit(NamedTuple):
-    """Root mean squared errors, one a seed."""
+    """Root mean squared errors, one per seed."""
 
     train: np.ndarray
     test: np.ndarray
@@ -35,9 +35,9 @@ def fit(
     steps: int,
     report: Callable[[int], None] = lambda step: None,
 ) -> Fit:
-    """Trains `seeds` copies, each on its own data (arrays of `data` lead with E), for `steps`.
+    """Train one copy per seed for `steps`, each on its own data (arrays of `data` lead with E).
 
-    `report` gets the steps done, now and then.
+    `report` is called now and then with the number of steps done.
     """
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
     state = _start(model, steps, keys)
@@ -65,7 +65,7 @@ def _start(model: Model, steps: int, keys) -> tuple[Any, Any, Any]:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _advance(model: Model, steps: int, length: int, state, keys, x, y):
-    """`length` updates further. Batches are drawn from (seed, step): the same for all models."""
+    """Make `length` updates. Batches depend on (seed, step): the same for all models."""
     optimizer = _optimizer(steps)
     squared_error = lambda p, x, y: jnp.mean(jnp.square(apply(model, p, x) - y))
 
