@@ -1,16 +1,16 @@
-"""Verification: is every layer update the gradient of its energy, and every shortcut exact?
+"""Numerical verification that layer updates are gradients of energies and that shortcuts are exact.
 
-The config's own layer, its switches at a small random size, and random switches are compared with
+Compares the config's own layer, its switches at a small random size, and random switches with
 `plain`, an implementation straight from the equations, in float64, float32 and bfloat16.
 
     case     models with random values in every parameter
     plain    the oracle
-    rows     errors, and the tolerances that rounding explains
+    rows     errors, and the tolerances that rounding justifies
     forces   energies and forces at one state
-    whole    the model: logits, parameter gradients, causality, decoding
-    special  T=1 as Llama, rotary, activations
+    whole    the whole model: logits, parameter gradients, causality, decoding
+    special  T=1 as Llama, rotary positions, activations, ALiBi slopes
     descent  where energies provably fall
-    report   the table
+    report   the printed table
 """
 
 import sys
@@ -30,9 +30,9 @@ Stage = tuple[str, Callable[[], Iterable[Row]]]
 
 
 def verify(config: Config) -> dict[str, Any]:
-    """Print the table of checks and return `passed`, `rows`, and `descent`.
+    """Print the table of checks and return `passed`, `rows` and `descent`.
 
-    `descent` is what is provable of the config's own layers.
+    `descent` says what is provable about the descent of the config's own layers.
     """
     known: list[Fact] = []
     sections = list(_sections(config, known))
@@ -64,7 +64,10 @@ def verify(config: Config) -> dict[str, Any]:
 
 
 def _sections(config: Config, known: list[Fact]) -> Iterable[tuple[str, str, list[Stage]]]:
-    """The table's parts: title, switches, stages that make rows. Facts of descent go to `known`."""
+    """Yield the table's sections: title, switches, stages that make rows; append facts to `known`.
+
+    The facts are those about the descent of the config's own layers.
+    """
     own, small = config_case(config), small_case(config)
     stages = [*_layer_stages(own), ("descent", lambda: _descent_rows(own, known))]
     yield own.title, own.switches, stages

@@ -1,4 +1,4 @@
-"""What is verified: a model's switches and layer shapes, with random values in every parameter.
+"""The models that are verified: switches, layer shapes, and random values in every parameter.
 
 Shapes: B = 1 sequence · J positions · D model dim.
 """
@@ -17,33 +17,33 @@ from cem_jax.model.parameters import with_values
 from cem_jax.model.pure import describe
 
 _POSITIONS = 16
-# So small that 16 positions make several tiles, the last ones ragged.
+# Small enough that 16 positions need several tiles, the last ones ragged.
 _BLOCK_SIZES = (6, 5)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model to check. All values are float32 numbers, so that every dtype can start from them."""
+    """A model to check. All values are float32, so every dtype starts from the same numbers."""
 
     title: str
     model: ModelConfig
     dtypes: tuple[str, ...]
-    parameters: Any  # Transformer's tree, NumPy float32
-    tokens_J: np.ndarray  # all different: an embedding row belongs to one position
+    parameters: Any  # the Transformer's tree, NumPy float32
+    tokens_J: np.ndarray  # all different: each embedding row belongs to one position
     segments_J: np.ndarray | None
     seed: int
-    both_ways: bool = False  # run the whole model with another implementation and update, too
+    both_ways: bool = False  # also run the whole model with another implementation and update
 
     @property
     def shape(self) -> str:
-        """Sizes of the whole model."""
+        """The sizes of the whole model."""
         c = self.model
         steps = f"T{c.attention.steps}+{c.mlp.steps}"
         return f"{self._sizes} K{c.attention.heads} R{c.head_dim} M{c.mlp.dim} {steps}"
 
     @property
     def has_energy(self) -> bool:
-        """Whether a sublayer is a CEM one."""
+        """Whether a sublayer is CEM's."""
         return "cem" in (self.model.attention.kind, self.model.mlp.kind)
 
     @property
@@ -77,18 +77,18 @@ class Case:
         return len(self.tokens_J)
 
     def layer(self, name: str) -> Any:
-        """The first layer's parameters of the sublayer `attention` or `mlp`."""
+        """Return the first layer's parameters of sublayer `name`, `attention` or `mlp`."""
         return jax.tree.map(lambda leaf: leaf[0], self.parameters["blocks"][name])
 
     def states(self, count: int) -> list[np.ndarray]:
-        """Random arrays [1, J, D], the same at every call."""
+        """Return random arrays [1, J, D], the same in every call."""
         rng = np.random.default_rng(self.seed)
         shape = (1, self.positions, self.model.dim)
         return [rng.standard_normal(shape).astype(np.float32) for _ in range(count)]
 
 
 def config_case(config: Config) -> Case:
-    """The config's own layer, one of them; the sequence and the vocabulary are shortened."""
+    """Return a case of one of the config's own layers; sequence and vocabulary are shortened."""
     case = make_case(
         "the config's own layer",
         replace(config.model, layers=1),
@@ -101,7 +101,7 @@ def config_case(config: Config) -> Case:
 
 
 def small_case(config: Config) -> Case:
-    """Two layers with the config's switches at small random sizes."""
+    """Return a case of two layers with the config's switches at small random sizes."""
     rng = np.random.default_rng((config.seed, 1))
     heads, half_width = rng.integers(1, 5), rng.integers(1, 4)
     model = _resized(config.model, rng, int(heads), 2 * int(half_width))
@@ -117,7 +117,7 @@ def small_case(config: Config) -> Case:
 
 
 def random_case(config: Config) -> Case:
-    """Two CEM layers at small random sizes with random switches."""
+    """Return a case of two CEM layers with random switches at small random sizes."""
     rng = np.random.default_rng((config.seed, 2))
     pick = lambda *values: values[rng.integers(len(values))]
     heads, half_width = int(rng.integers(1, 5)), int(rng.integers(1, 4))
@@ -174,7 +174,7 @@ def make_case(
     *,
     document_mask: bool = False,
 ) -> Case:
-    """`model` with a vocabulary just larger than the sequence, and random parameters."""
+    """Return a case of `model`, its vocabulary just larger than the sequence, random parameters."""
     rng = np.random.default_rng((seed, 3))
     vocab_size = positions + 3
     demanded = model.attention.implementation
@@ -191,9 +191,9 @@ def make_case(
 
 
 def random_parameters(model: ModelConfig, rng: np.random.Generator) -> Any:
-    """Values at which no term of any equation vanishes and logits are of order 1.
+    """Return random parameters: no term of any equation vanishes, and logits are of order 1.
 
-    P stays positive definite: its low-rank part is kept below the diagonal's smallest entry.
+    P is positive definite: its low-rank part is kept below the diagonal's smallest entry.
     """
 
     def draw(path, info):
@@ -206,15 +206,15 @@ def random_parameters(model: ModelConfig, rng: np.random.Generator) -> Any:
                 value = np.clip(1.0 + 0.3 * spread, 0.2, None)
             case "diagonal":  # h·(d∘u)/τ of order 1
                 value = model.tau / np.sqrt(model.dim) * (0.3 + spread)
-            case "p":  # softplus's argument is p√D
+            case "p":  # the argument of softplus is p√D
                 value = (1.0 + 0.1 * spread) / np.sqrt(model.dim)
-            case "left" | "right":  # each of norm 0.4 or little more: 2 × 0.4² < softplus(0.6)
+            case "left" | "right":  # norms of 0.4 or slightly more: 2 × 0.4² < softplus(0.6)
                 width = np.sqrt(info.shape[-2]) + np.sqrt(info.shape[-1])
                 value = 0.4 * spread / width
             case "eta":
                 start = getattr(model, names[-2]).step_size
                 value = np.full(info.shape, 0.9 * start)
-            case _:  # weights: projections of order 1
+            case _:  # weights, so that projections are of order 1
                 value = spread / np.sqrt(model.dim)
         return value.astype(np.float32)
 
@@ -222,7 +222,7 @@ def random_parameters(model: ModelConfig, rng: np.random.Generator) -> Any:
 
 
 def sublayer(model: ModelConfig, name: str, parameters: Any) -> nnx.Module:
-    """The sublayer `attention` or `mlp` with these parameters; call it in a traced function."""
+    """Return sublayer `attention` or `mlp` with these parameters; call it in a traced function."""
     return with_values(lambda: getattr(Block(model, rngs=nnx.Rngs(params=0)), name), parameters)
 
 

@@ -1,12 +1,13 @@
-"""Where an energy provably never rises, it is checked that it does not; elsewhere it is measured.
+"""Checks that an energy never rises where that is provable; measures how often it does elsewhere.
 
 ε is concave in u: minus a log-sum-exp of affine functions. Hence, for the interaction energy with
 its exact gradient and any η > 0,
 
-* no norm, one positive definite P for all heads: ε(x + ηF) ≤ ε(x) − η gᵀPg, g = −∂ε/∂u;
-* a weightless RMSNorm, or learned weights with norm_gradient=scaled, and P = I: ε never rises.
+* without a norm, with one positive definite P for all heads:
+  ε(x + ηF) ≤ ε(x) − η gᵀPg, g = −∂ε/∂u;
+* with P = I and a weightless RMSNorm, or learned weights and norm_gradient=scaled: ε never rises.
 
-For the element-wise energy, no norm, P positive definite: ξ never rises for
+The element-wise energy ξ, without a norm and with P positive definite, never rises for
 η < 2 / (max|σ'| · ‖γ‖_∞ · ‖tied‖² · ‖P‖).
 
 Shapes: B sequences · J positions · D model dim · N steps.
@@ -32,12 +33,12 @@ _STEPS = 6
 
 @dataclass(frozen=True)
 class Fact:
-    """What is known of one sublayer's descent, and what was seen."""
+    """What is provable about the descent of one sublayer, and what was measured."""
 
     sublayer: str
     provable: bool
     reason: str
-    rising: float  # fraction of the steps at which the energy rose
+    rising: float  # fraction of the steps in which the energy rose
     steps: int
 
     def to_json(self) -> dict[str, Any]:
@@ -45,14 +46,14 @@ class Fact:
 
 
 def facts(case: Case) -> Iterator[tuple[Fact, Row | None]]:
-    """For each CEM sublayer of the case: what is known, and a row where descent is provable."""
+    """Yield a fact for each CEM sublayer of the case, and a row if its descent is provable."""
     for name in ("attention", "mlp"):
         if getattr(case.model, name).kind == "cem":
             yield _fact(case, name)
 
 
 def theorem_rows(case: Case) -> Iterator[Row]:
-    """Every provable fact, at the case's sizes, with the switches that it needs."""
+    """Yield a row for every provable fact, at the case's sizes with the switches that it needs."""
     c = case.model
     diagonal = "shared" if c.attention.diagonal == "none" else c.attention.diagonal
     attention = replace(
@@ -87,7 +88,7 @@ def _starts(case: Case) -> np.ndarray:
 
 
 def _fact(case: Case, name: str) -> tuple[Fact, Row | None]:
-    """Run the sublayer's own updates from random states and compare its energies step by step."""
+    """Run the sublayer's own updates from random states and compare energies step by step."""
     c, x_BJD = case.model, _starts(case)
     premises = {"attention": _attention_premises, "mlp": _mlp_premises}[name]
     with precision("float64"):
@@ -97,8 +98,8 @@ def _fact(case: Case, name: str) -> tuple[Fact, Row | None]:
         missing, claim = premises(c, p, x_BJD)
     rise_NBJ = np.diff(energy_NBJ, axis=0)
     scale = np.abs(energy_NBJ).max()
-    # rounding of an energy, a sum over D and J or M terms; and the norm's eps, which lets the
-    # length of u grow with that of x by up to eps/2
+    # the rounding of an energy, a sum over D and J or M terms; and the norm's eps, by which the
+    # length of u can grow with that of x, up to eps/2
     tolerance = 256 * eps("float64") + (c.norm_eps if c.step_norm != "none" else 0.0)
     rising = float((rise_NBJ > tolerance * scale).mean())
     fact = Fact(name, not missing, "; ".join(missing) or claim, rising, rise_NBJ.size)
@@ -114,7 +115,7 @@ def _fact(case: Case, name: str) -> tuple[Fact, Row | None]:
 
 
 def _trajectory(c: ModelConfig, name: str, p, x_BJD):
-    """Energies [N+1, B, J] at every state, and their gradients [N, B, J, D]."""
+    """Return the energies [N+1, B, J] at every state, and their gradients [N, B, J, D]."""
     layer = sublayer(c, name, p)
     h_BJD = layer.context(x_BJD)
     start = x_BJD if c.residual == "prenorm" else h_BJD
@@ -132,7 +133,7 @@ def _trajectory(c: ModelConfig, name: str, p, x_BJD):
 
 
 def _promised_drop(c: ModelConfig, p, gradient_NBJD: np.ndarray) -> np.ndarray:
-    """η gᵀPg, [N, B, J]."""
+    """Return η gᵀPg, [N, B, J]."""
     eta = float(p.get("eta", c.attention.step_size))
     preconditioned = gradient_NBJD
     if "preconditioner" in p:
@@ -174,7 +175,7 @@ def _mlp_premises(c: ModelConfig, p, x_BJD) -> tuple[list[str], str]:
 
 
 def _mlp_bound(c: ModelConfig, p, x_BJD) -> float:
-    """The η below which ξ provably falls."""
+    """Return the η below which ξ provably falls."""
     h_BJD = plain.norm(x_BJD.reshape(-1, c.dim), p["norm"], c.norm_eps)
     gamma = float(jnp.abs(h_BJD @ p["multiplier"].T).max())
     tied = float(jnp.linalg.norm(p["tied"], 2))
@@ -189,7 +190,7 @@ def _smallest_eigenvalue(p, c: ModelConfig) -> float:
 
 
 def _matrix(factors, c: ModelConfig) -> np.ndarray:
-    """The one P, also where a single head has it as its own."""
+    """Return the matrix of the single P, which may be a single head's own."""
     factors = {
         name: leaf[0] if leaf.ndim > (1 if name == "p" else 2) else leaf
         for name, leaf in factors.items()

@@ -1,4 +1,4 @@
-"""Energies and forces of the CEM sublayers at one state, every way they can be computed.
+"""Energies and forces of the CEM sublayers at one state, computed in every available way.
 
 Shapes: J positions · D model dim · N directions.
 """
@@ -37,28 +37,28 @@ from cem_jax.verify.rows import (
     to_numpy,
 )
 
-# Entries of an explicit P for all heads, half a GiB in float64. A larger one is left to `plain`,
-# which writes out one head's at a time.
+# Maximum number of entries of an explicit P for all heads, half a GiB in float64. Beyond it, only
+# `plain` is explicit: it builds P for one head at a time.
 _EXPLICIT_LIMIT = 2**26
 
 _UPDATES = ("autodiff", "closed_form")
 _DIRECTIONS = 4
-# Five-point differences with steps of 3e-3 along directions of ±1: 1e-11 from the fifth derivative,
-# 1e-11 from rounding, and 1e-8 from φ of SiLU, whose two branches meet to 7e-11 only, and a part of
-# the thousands of hidden units crosses within a step.
+# Five-point differences with steps of 3e-3 along directions of ±1. Errors: 1e-11 from the fifth
+# derivative, 1e-11 from rounding, and 1e-8 from φ of SiLU: its two branches differ by 7e-11 where
+# they meet, and some of the thousands of hidden units cross within a step.
 _DIFFERENCE_STEP, _DIFFERENCE_TOLERANCE = 3e-3, 1e-7
-# ReLU's σ has a kink: steps so small that hardly a unit crosses it, at the price of rounding.
+# ReLU's σ has a kink: steps small enough that hardly any unit crosses it, at the cost of rounding.
 _KINK_STEP, _KINK_TOLERANCE = 1e-6, 1e-6
 
 
 def implementations() -> tuple[str, ...]:
-    """The attention implementations of this machine; "auto" where that is a fused kernel."""
+    """Return the attention implementations of this machine; "auto" if that is a fused kernel."""
     fused = ("auto",) if target_platform() in FUSED_PLATFORMS else ()
     return ("dense", "blockwise", *fused)
 
 
 def attention_rows(case: Case) -> Iterator[Row]:
-    """Rows of a CEM attention layer."""
+    """Yield the rows of a CEM attention layer."""
     c, shape = case.model, case.attention_shape
     x, context = case.states(2)
     p = case.layer("attention")
@@ -94,7 +94,7 @@ def attention_rows(case: Case) -> Iterator[Row]:
 
 
 def mlp_rows(case: Case) -> Iterator[Row]:
-    """Rows of a CEM MLP layer."""
+    """Yield the rows of a CEM MLP layer."""
     c, shape = case.model, case.mlp_shape
     x, context = case.states(2)
     p = case.layer("mlp")
@@ -125,13 +125,13 @@ def mlp_rows(case: Case) -> Iterator[Row]:
 
 
 def explicit_matrix(factors: Any, dim: int) -> jax.Array:
-    """The library's P of a layer's parameters, written out."""
+    """Return the matrix P of a layer's parameters, as `preconditioner_matrix` computes it."""
     argument = factors["p"] * np.sqrt(dim).astype(factors["p"].dtype)
     return preconditioner_matrix(argument, factors.get("left"), factors.get("right"))
 
 
 def _in(dtype: str, function: Callable, p: Any, *states: np.ndarray) -> Any:
-    """`function(parameters, *states)`, computed in `dtype`."""
+    """Return `function(parameters, *states)` computed in `dtype`."""
     with precision(dtype):
         found = jit(function)(parameters_in(p, dtype), *in_dtype(states, dtype))
         return to_numpy(found)
@@ -142,13 +142,13 @@ def _rows_of(segments_J):
 
 
 def attention_frame(c: ModelConfig, p: Any, h: jax.Array, segments_J) -> tuple[Any, Any]:
-    """A CEM attention layer and its frame."""
+    """Return a CEM attention layer and its frame."""
     layer = sublayer(c, "attention", p)
     return layer, layer.frame(h, _rows_of(segments_J))
 
 
 def functional_arguments(c: ModelConfig, p: Any, positions: int, segments_J) -> dict[str, Any]:
-    """Keyword arguments of the public energy and force of that layer."""
+    """Return that layer's keyword arguments of `interaction_energy` and `interaction_force`."""
     a = c.attention
     return dict(
         tau=c.tau,
@@ -169,7 +169,7 @@ def _plain_attention(p, x_JD, h_JD, segments_J, c: ModelConfig) -> dict[str, jax
 
 
 def _attention_results(c: ModelConfig, p, u, h, segments_J) -> dict[str, jax.Array]:
-    """The layer's energy, force and step, and the functions' force with P written out."""
+    """Return the layer's energy, force and step, and `interaction_force` with an explicit P."""
     found = {}
     for name in implementations():
         for update in _UPDATES:
@@ -205,7 +205,7 @@ def _plain_mlp(p, x_JD, h_JD, c: ModelConfig) -> dict[str, Any]:
 
 
 def _mlp_results(c: ModelConfig, p, u, h) -> dict[str, jax.Array]:
-    """The layer's energy, force and step, and the functions' force with P written out."""
+    """Return the layer's energy, force and step, and `elementwise_force` with an explicit P."""
     found = {}
     for update in _UPDATES:
         layer = sublayer(replace(c, mlp=replace(c.mlp, update=update)), "mlp", p)
@@ -225,7 +225,7 @@ def _mlp_results(c: ModelConfig, p, u, h) -> dict[str, jax.Array]:
 
 
 def _phi_slack(case: Case, p, context, energy: np.ndarray) -> float:
-    """What the error of φ's own formula may add to the energy, relative to the largest."""
+    """Return what the error of φ's formula may add to the energy, relative to the largest one."""
     gamma_JM = np.abs(context[0] @ p["multiplier"].T)
     error = activation(case.model.mlp.activation).phi_error
     return float(error * gamma_JM.sum(-1).max() / np.abs(energy).max())
@@ -267,7 +267,7 @@ def _attention_differences(case: Case, p, x, context) -> Iterator[Row]:
 
 
 def _held_energy(case: Case, moved, p, h, u) -> jax.Array:
-    """ε at `moved`, where the diagonal's d∘u stays that of `u`."""
+    """Return ε at `moved`, with the diagonal's d∘u held at `u`."""
     _, frame = attention_frame(case.model, p, h, case.segments_J)
     held = queries_of(u, frame.weights)
     moving = held._replace(q=queries_of(moved, frame.weights).q)
@@ -301,9 +301,9 @@ def difference_row(
     *,
     kink: bool = False,
 ) -> Row:
-    """`force` against −∂energy(u, *held)/∂u by five-point differences along random directions.
+    """Compare `force` with five-point differences of −energy(u, *held) along random directions.
 
-    A position's energy depends on its own u alone, so all positions move at once.
+    A position's energy depends only on its own u, so all positions move at once.
     """
     step, tolerance = (
         (_KINK_STEP, _KINK_TOLERANCE) if kink else (_DIFFERENCE_STEP, _DIFFERENCE_TOLERANCE)
@@ -320,5 +320,5 @@ def difference_row(
 
 
 def _rounding(case: Case) -> float:
-    """Two float64 computations of the same sums over D and J, both well conditioned."""
+    """Return the tolerance between two float64 computations of well-conditioned sums over D, J."""
     return SAFETY["float64"] * eps("float64") * float(np.sqrt(case.model.dim * case.positions))

@@ -1,7 +1,7 @@
-"""The model once more, straight from Algorithm 1 and the equations: the oracle of `cem verify`.
+"""The oracle of `cem verify`: the model again, straight from Algorithm 1 and the equations.
 
-Every score and every preconditioner is written out, steps and layers are Python loops, derivatives
-are JAX's own, and no formula of `kernels`, `energy` or `model` is used. One sequence at a time.
+Scores and preconditioners are full matrices, steps and layers are Python loops, derivatives are
+JAX's own, and no formula comes from `kernels`, `energy` or `model`. One sequence at a time.
 
 Shapes: J positions (i query, j key) · D model dim · K heads · R head dim · M MLP dim · S rank ·
 V vocabulary.
@@ -32,7 +32,7 @@ _SIGMA = {
 
 
 def sigma(name: str) -> Callable[[Float[Array, "*N"]], Float[Array, "*N"]]:
-    """Return σ as written here; the library's own where it is not, to be compared with its φ."""
+    """Return σ as written here, or else the library's, whose φ can still be checked against it."""
     return _SIGMA[name] if name in _SIGMA else library_activation(name).sigma
 
 
@@ -50,7 +50,7 @@ def logits(
 
 
 def attention(x_JD: States, p: Parameters, segments_J: Segments, c: ModelConfig) -> States:
-    """The attention sublayer: T steps of Eq. 16, or T times Llama's."""
+    """Return x after the attention sublayer: T steps of Eq. 16, or Llama's attention T times."""
     if c.attention.kind == "llama":
         for _ in range(c.attention.steps):
             x_JD = _llama_attention(x_JD, p, segments_J, c)
@@ -63,7 +63,7 @@ def attention(x_JD: States, p: Parameters, segments_J: Segments, c: ModelConfig)
 
 
 def mlp(x_JD: States, p: Parameters, c: ModelConfig) -> States:
-    """The MLP sublayer: T steps of Eq. 17, or T times the gated MLP."""
+    """Return x after the MLP sublayer: T steps of Eq. 17, or the gated MLP T times."""
     if c.mlp.kind == "gated":
         for _ in range(c.mlp.steps):
             x_JD = _gated_mlp(x_JD, p, c)
@@ -75,14 +75,14 @@ def mlp(x_JD: States, p: Parameters, c: ModelConfig) -> States:
     return state_JD
 
 
-# Jitted step by step: the loops over steps and layers compile one step, whatever T is.
+# Each step is jitted by itself, so that the loops over steps and layers compile it only once.
 
 
 @partial(jax.jit, static_argnames="c")
 def attention_step(
     x_JD: States, h_JD: States, p: Parameters, segments_J: Segments, c: ModelConfig
 ) -> States:
-    """x + η F(u) of the interaction energy."""
+    """Return x + η F(u) of the interaction energy."""
     force_JD = interaction_force(_state_norm(x_JD, p, c), h_JD, p, segments_J, c)
     eta = p.get("eta", c.attention.step_size)
     return x_JD + eta * _through_norm(force_JD, x_JD, p, c)
@@ -90,7 +90,7 @@ def attention_step(
 
 @partial(jax.jit, static_argnames="c")
 def mlp_step(x_JD: States, h_JD: States, p: Parameters, c: ModelConfig) -> States:
-    """x + η F(u) of the element-wise energy."""
+    """Return x + η F(u) of the element-wise energy."""
     force_JD = elementwise_force(_state_norm(x_JD, p, c), h_JD, p, c)
     return x_JD + p.get("eta", c.mlp.step_size) * _through_norm(force_JD, x_JD, p, c)
 
@@ -99,7 +99,7 @@ def mlp_step(x_JD: States, h_JD: States, p: Parameters, c: ModelConfig) -> State
 def interaction_force(
     u_JD: States, h_JD: States, p: Parameters, segments_J: Segments, c: ModelConfig
 ) -> States:
-    """Σ_k P_k (W^Q_kᵀ o_k [ + d_k ∘ Σ_j α_k h_j ]) (Eq. 3, 14), [J, D]."""
+    """Return Σ_k P_k (W^Q_kᵀ o_k [ + d_k ∘ Σ_j α_k h_j ]) (Eq. 3, 14), [J, D]."""
     exact = c.attention.diagonal_in_update
 
     def force_of(head: Parameters):
@@ -111,7 +111,7 @@ def interaction_force(
             force_JD += head["diagonal"][None] * (alpha_JJ @ h_JD)
         return force_JD @ preconditioner(head, c.dim) if "p" in head else force_JD
 
-    # head after head, so that one explicit P stands in memory at a time
+    # one head at a time, so that only one explicit P is in memory
     return jax.lax.map(jax.checkpoint(force_of), _heads(p, c)).sum(0)
 
 
@@ -119,7 +119,7 @@ def interaction_force(
 def interaction_energy(
     u_JD: States, h_JD: States, p: Parameters, segments_J: Segments, c: ModelConfig
 ) -> Float[Array, " J"]:
-    """ε = −τ Σ_k log Σ_j exp s_ijk (Eq. 2, 12), [J]."""
+    """Return ε = −τ Σ_k log Σ_j exp s_ijk (Eq. 2, 12), [J]."""
     heads = _heads(p, c)
     lse_KJ = jax.lax.map(
         lambda head: jax.nn.logsumexp(_scores(u_JD, h_JD, head, segments_J, c)[0], axis=-1), heads
@@ -129,7 +129,7 @@ def interaction_energy(
 
 @partial(jax.jit, static_argnames="c")
 def elementwise_force(u_JD: States, h_JD: States, p: Parameters, c: ModelConfig) -> States:
-    """P tiedᵀ (γ ∘ σ(tied u)) (Eq. 15), [J, D]."""
+    """Return P tiedᵀ (γ ∘ σ(tied u)) (Eq. 15), [J, D]."""
     gamma_JM, z_JM = h_JD @ p["multiplier"].T, u_JD @ p["tied"].T
     force_JD = (gamma_JM * sigma(c.mlp.activation)(z_JM)) @ p["tied"]
     if "preconditioner" in p:
@@ -140,25 +140,25 @@ def elementwise_force(u_JD: States, h_JD: States, p: Parameters, c: ModelConfig)
 def elementwise_energy(
     u_JD: States, h_JD: States, p: Parameters, c: ModelConfig
 ) -> Float[np.ndarray, " J"]:
-    """ξ = −γ·φ(tied u) (Eq. 7), φ by quadrature, [J]."""
+    """Return ξ = −γ·φ(tied u) (Eq. 7), with φ by quadrature, [J]."""
     u_JD, h_JD, multiplier_MD, tied_MD = map(np.asarray, (u_JD, h_JD, p["multiplier"], p["tied"]))
     phi_JM = antiderivative(c.mlp.activation, u_JD @ tied_MD.T)
     return -np.sum((h_JD @ multiplier_MD.T) * phi_JM, axis=-1)
 
 
 def antiderivative(name: str, x: np.ndarray) -> np.ndarray:
-    """φ(x) = ∫σ from far below 0 to x, by quadrature in float64; σ may have a kink at 0."""
+    """Return φ(x) = ∫σ from −∞ to x, by quadrature in float64; σ may have a kink at 0."""
     x = np.asarray(x, np.float64)
     below, above = np.minimum(x, 0.0), np.maximum(x, 0.0)
     function = jax.jit(sigma(name))
-    # below −45 the rest of the integral is under 1e-17
+    # the integral from −∞ to −45 is below 1e-17
     return _integral(function, below - 45.0, below) + _integral(function, np.zeros_like(x), above)
 
 
 def _integral(function, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """∫ of a function from `low` to `high` by Gauss–Legendre in panels of at most 4.
+    """Integrate a function from `low` to `high` by Gauss–Legendre, in panels of length 4 at most.
 
-    σ's nearest poles (SiLU's, at ±iπ) lie far enough from a panel for 20 nodes to be exact.
+    The nearest poles of σ, at ±iπ for SiLU, are far enough away for 20 nodes to be exact.
     """
     nodes, weights = np.polynomial.legendre.leggauss(20)
     panels = int(np.ceil((high - low).max(initial=1.0) / 4.0))
@@ -171,7 +171,7 @@ def _integral(function, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def preconditioner(factors: Parameters, dim: int) -> Float[Array, "D D"]:
-    """P = diag(softplus(p√D)) + left·rightᵀ + right·leftᵀ, or + left·leftᵀ (Eq. 13), [D, D]."""
+    """Return P = diag(softplus(p√D)) + left·rightᵀ + right·leftᵀ, or + left·leftᵀ (Eq. 13)."""
     matrix_DD = jnp.diag(jnp.log1p(jnp.exp(factors["p"] * np.sqrt(dim))))
     if "left" in factors:
         left_DS = factors["left"]
@@ -181,13 +181,13 @@ def preconditioner(factors: Parameters, dim: int) -> Float[Array, "D D"]:
 
 
 def norm(x_JD: States, weight_D: Float[Array, " D"] | None, eps: float) -> States:
-    """x / √(mean x² + eps), times the weight if there is one."""
+    """Return x / √(mean x² + eps), times the weight if there is one."""
     u_JD = x_JD / jnp.sqrt(jnp.mean(x_JD**2, axis=-1, keepdims=True) + eps)
     return u_JD if weight_D is None else u_JD * weight_D[None]
 
 
 def slopes(scheme: str, heads: int) -> np.ndarray:
-    """ALiBi's m_k, rounded to float32 as they are stored, [K]."""
+    """Return ALiBi's m_k, [K], rounded to float32 as they are stored."""
     k = np.arange(1, heads + 1)
     if scheme == "power_of_two":
         return (0.5**k).astype(np.float32)
@@ -198,7 +198,7 @@ def slopes(scheme: str, heads: int) -> np.ndarray:
 
 
 def _scores(u_JD, h_JD, head: Parameters, segments_J, c: ModelConfig):
-    """s_ijk of one head, −∞ where i does not see j, and its (turned) keys: [J, J], [J, R]."""
+    """Return s_ijk of one head, −∞ where i does not see j, and its rotated keys: [J, J], [J, R]."""
     q_JR, k_JR = _turn(u_JD @ head["query"].T, c), _turn(h_JD @ head["key"].T, c)
     s_JJ = q_JR @ k_JR.T
     if "diagonal" in head:
@@ -220,7 +220,7 @@ def _biased(s_JJ, head: Parameters, segments_J):
 
 
 def _heads(p: Parameters, c: ModelConfig) -> Parameters:
-    """What each head uses, the heads' axis in front, what they share repeated."""
+    """Return the parameters per head, with a leading head axis; shared ones are repeated."""
     a = c.attention
     over_heads = lambda x, rank: x if x.ndim == rank else jnp.stack([x] * a.heads)
     heads = {name: p[name] for name in ("query", "key", "value", "output") if name in p}
@@ -237,7 +237,7 @@ def _heads(p: Parameters, c: ModelConfig) -> Parameters:
 
 
 def _turn(x_JR, c: ModelConfig, back: bool = False):
-    """rot(i) x_i, or rot(i)ᵀ x_i: pairs (r, r + R/2) as complex numbers times e^{±i·i·θ_r}."""
+    """Return rot(i) x_i or rot(i)ᵀ x_i: pairs (r, r + R/2) as complex numbers turn by ±i·θ_r."""
     if c.attention.position != "rope":
         return x_JR
     positions, width = x_JR.shape
@@ -266,7 +266,7 @@ def _gated_mlp(x_JD, p: Parameters, c: ModelConfig):
 
 
 def step_weight(p: Parameters, c: ModelConfig) -> Float[Array, " D"] | None:
-    """The weight of the norm inside the recursion."""
+    """Return the weight of the norm inside the recursion."""
     return {"shared": p["norm"], "separate": p.get("step_norm")}.get(c.step_norm)
 
 
@@ -275,7 +275,7 @@ def _state_norm(x_JD, p: Parameters, c: ModelConfig):
 
 
 def _through_norm(force_JD, x_JD, p: Parameters, c: ModelConfig):
-    """The force at u as a force at x: itself, weight ∘ force, or (∂u/∂x)ᵀ force."""
+    """Return the force on x from the force at u: itself, weight ∘ force, or (∂u/∂x)ᵀ force."""
     if c.step_norm == "none" or c.norm_gradient == "at_u":
         return force_JD
     weight_D = step_weight(p, c)

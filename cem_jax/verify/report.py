@@ -1,4 +1,4 @@
-"""What a person sees of `cem verify`: a line of progress, the table, what descends, a summary."""
+"""The printed output of `cem verify`: progress, the table, facts about descent, the summary."""
 
 import itertools
 import sys
@@ -13,7 +13,7 @@ _HEADER = ("check", "shape", "dtype", "error", "tolerance", "")
 
 
 class Progress:
-    """Which stage is at work, on standard error."""
+    """The current stage, shown on standard error."""
 
     def __init__(self, stages: int):
         self.stages, self.done, self.started = stages, 0, time.monotonic()
@@ -32,7 +32,7 @@ class Progress:
 
 
 def table(sections: Sequence[tuple[str, Sequence[Row]]]) -> Iterable[str]:
-    """Lines of the table, its columns as wide as their longest entry."""
+    """Yield the lines of the table; columns are as wide as their longest entry."""
     cells = [_cells(row) for _, rows in sections for row in rows]
     header, *lines = aligned([_HEADER, *cells], "<<<>><").splitlines()
     yield header
@@ -44,15 +44,15 @@ def table(sections: Sequence[tuple[str, Sequence[Row]]]) -> Iterable[str]:
 
 
 def fact_line(fact: Fact) -> str:
-    """What is provable of a sublayer's descent, or why not, and what was seen."""
-    seen = f"the energy rose at {fact.rising:.1%} of {fact.steps} random steps"
+    """Return a line: whether descent of a sublayer is provable and why, and what was measured."""
+    seen = f"the energy rose in {fact.rising:.1%} of {fact.steps} random steps"
     if fact.provable:
         return f"{fact.sublayer}: descent is provable and checked above ({fact.reason}); {seen}"
-    return f"{fact.sublayer}: no descent is provable: {fact.reason}; {seen}"
+    return f"{fact.sublayer}: descent is not provable: {fact.reason}; {seen}"
 
 
 def summary(rows: Sequence[Row], seconds: float) -> Iterable[str]:
-    """The failed rows again, and the verdict."""
+    """Yield the failed rows again, and the verdict."""
     failed = [row for row in rows if not row.passed]
     for row in failed:
         where = f", worst in {row.detail}" if row.detail else ""
@@ -60,12 +60,8 @@ def summary(rows: Sequence[Row], seconds: float) -> Iterable[str]:
             f"FAILED {row.check} ({row.shape}, {row.dtype}): "
             f"error {row.error:.2e} > {row.tolerance:.2e}{where}"
         )
-    verdict = (
-        f"{len(failed)} of {len(rows)} checks failed"
-        if failed
-        else (f"all {len(rows)} checks passed")
-    )
-    yield f"{verdict} in {seconds:.0f} s"
+    count, outcome = (f"{len(failed)} of", "failed") if failed else ("all", "passed")
+    yield f"{count} {len(rows)} checks {outcome} in {seconds:.0f} s"
 
 
 def _cells(row: Row) -> tuple[str, ...]:

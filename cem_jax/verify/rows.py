@@ -1,14 +1,14 @@
-"""A row of the table, and how far apart two results may be.
+"""Rows of the table, and the tolerances that rounding justifies.
 
-A result is compared with a float64 reference made by `plain`. How much of a difference rounding
-explains depends on how well conditioned the quantity is, so that is measured: the reference is made
-again from inputs and parameters that are off by half an eps of the tested dtype, each its own
-random way. What this moves it by is `noise`, and
+A result is compared with a float64 reference from `plain`. How much rounding can change a quantity
+depends on its conditioning, so that is measured: the reference is computed again from inputs and
+parameters that each differ by half an eps of the tested dtype, with random signs. The resulting
+change is `noise`, and
 
     tolerance = SAFETY × max(noise, eps).
 
-Both are relative to the largest entry of the array, or to a tenth of the largest in the tree that
-the array belongs to, lest rounding be judged beside a gradient that is truly zero.
+Both are relative to the largest entry of the array, or to a tenth of the largest entry in the tree
+that the array belongs to, so that rounding is not compared with a gradient that is exactly zero.
 """
 
 import contextlib
@@ -20,31 +20,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Rounding happens at every operation, not only once at the inputs: a chain of some twenty
-# roundings, and in float32 and float64 within sums of up to thousands of terms, whose errors mostly
-# cancel. With bfloat16 inputs the sums are float32. A mistake (a factor, a sign, a missing term) is
-# an error of 1e-2 to 1 on the random values used here.
+# Every operation rounds, not only the inputs: there is a chain of some twenty roundings, and in
+# float32 and float64 sums of up to thousands of terms, whose errors mostly cancel. With bfloat16
+# inputs the sums are float32. A mistake (a factor, a sign, a missing term) causes an error of 1e-2
+# to 1 with the random values used here.
 SAFETY = {"float64": 32.0, "float32": 32.0, "bfloat16": 8.0}
 
-# Random roundings that `noise` is the worst of.
+# `noise` is the worst of this many random draws.
 _DRAWS = 2
 
-# Of the largest entry in a tree, what smaller arrays are judged beside.
+# Arrays count as at least this fraction of the largest entry in their tree.
 _SHARE = 0.1
 
-# float64's own noise drowns in the reference's rounding; it is measured with larger steps and
-# scaled down.
+# The noise of float64 is no larger than the reference's own rounding, so it is measured with larger
+# steps and scaled down.
 _FLOAT64_STEP = 1e-9
 
 
 @dataclass(frozen=True)
 class Row:
-    """One check: what was compared, at which shape and dtype, and how it came out."""
+    """One check: what was compared, its shape and dtype, and the result."""
 
     check: str
     shape: str
     dtype: str
-    error: float  # the worst, relative
+    error: float  # the largest, relative
     tolerance: float
     detail: str = field(default="", compare=False)  # where the worst error is
 
@@ -53,7 +53,7 @@ class Row:
         return bool(self.error <= self.tolerance)  # False for NaN
 
     def to_json(self) -> dict[str, Any]:
-        """The keys that `cem verify --json` promises."""
+        """Return the keys that `cem verify --json` promises."""
         return dict(
             check=self.check,
             shape=self.shape,
@@ -65,13 +65,13 @@ class Row:
 
 
 class Reference(NamedTuple):
-    """A float64 result and its noise in each dtype, absolute: trees of the same form."""
+    """A float64 result and its absolute noise in each dtype: trees of the same structure."""
 
     value: Any
     noise: dict[str, Any]
 
     def part(self, name: Any) -> "Reference":
-        """What stands at `name` in every tree."""
+        """Return the reference for entry `name` of the trees."""
         return self.map(lambda tree: tree[name])
 
     def map(self, function: Callable) -> "Reference":
@@ -81,26 +81,26 @@ class Reference(NamedTuple):
 
 
 def eps(dtype: str) -> float:
-    """The distance from 1 to the next number."""
+    """Return the distance from 1 to the next larger number of a dtype."""
     return float(jnp.finfo(dtype).eps)
 
 
 def in_dtype(tree: Any, dtype: str) -> Any:
-    """NumPy arrays as JAX arrays of `dtype`; integers and None as they are."""
+    """Convert NumPy arrays to JAX arrays of `dtype`; integers and None stay as they are."""
     cast = lambda x: jnp.asarray(x, dtype) if np.issubdtype(x.dtype, np.floating) else x
     return jax.tree.map(cast, tree)
 
 
 def parameters_in(tree: Any, dtype: str) -> Any:
-    """Parameters as a computation in `dtype` holds them: float32, or float64 for float64."""
+    """Convert parameters to the dtype that computation in `dtype` uses: float32 unless float64."""
     return in_dtype(tree, "float64" if dtype == "float64" else "float32")
 
 
 @contextlib.contextmanager
 def precision(dtype: str) -> Iterator[None]:
-    """Where results of `dtype` are computed: float64 on the CPU, all others with float64 off.
+    """Set up JAX to compute in `dtype`: float64 on the CPU, everything else with float64 off.
 
-    Products are asked for at their dtype's full precision, which accelerators may lower.
+    Products use the full precision of their dtype, which accelerators may lower by default.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.enable_x64(dtype == "float64"))
@@ -118,18 +118,18 @@ def _on_cpu() -> contextlib.AbstractContextManager:
 
 
 def jit(function: Callable, **settings: Any) -> Callable:
-    """`jax.jit` for what runs a few times only: on the CPU without the compiler's optimisations."""
+    """Jit a function that runs only a few times: on CPU, without the compiler's optimisations."""
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(function, compiler_options=quick, **settings)
 
 
 def to_numpy(tree: Any) -> Any:
-    """Every leaf in NumPy's float64."""
+    """Convert every leaf to NumPy float64."""
     return jax.tree.map(lambda x: np.asarray(x).astype(np.float64), tree)
 
 
 def reference(function: Callable, *inputs: Any, dtypes: tuple[str, ...]) -> Reference:
-    """`function` of the inputs in float64, and what rounding the inputs does to it."""
+    """Return `function` of the inputs in float64, and how much rounding the inputs changes it."""
     rng = np.random.default_rng(0)
 
     def evaluate(step: float):
@@ -153,7 +153,7 @@ def reference(function: Callable, *inputs: Any, dtypes: tuple[str, ...]) -> Refe
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """max|actual − expected| / max|expected|; NaN and shapes that differ count as infinite."""
+    """Return max|actual − expected| / max|expected|; infinite for NaN and differing shapes."""
     return _distance(np.asarray(actual), np.asarray(expected)) / (_size(np.asarray(expected)) or 1)
 
 
@@ -170,9 +170,9 @@ def _size(x: np.ndarray) -> float:
 def compare(
     check: str, shape: str, dtype: str, actual: Any, wanted: Reference, *, slack: float = 0.0
 ) -> Row:
-    """`actual` against the reference, leaf by leaf; the row tells the leaf that does worst.
+    """Compare `actual` with the reference leaf by leaf; the row describes the worst leaf.
 
-    `slack` is added to the tolerance: an error that the method has besides rounding.
+    `slack` is added to the tolerance: the method's own error, beyond rounding.
     """
     expected = jax.tree.leaves_with_path(wanted.value)
     found, noises = jax.tree.leaves(to_numpy(actual)), jax.tree.leaves(wanted.noise[dtype])

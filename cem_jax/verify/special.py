@@ -1,4 +1,4 @@
-"""The special cases: one step of CEM as a tied Llama block, rotary's gradient, φ and σ, slopes.
+"""Special cases: CEM's T=1 as a tied Llama block, the rotary gradient, φ and σ, ALiBi slopes.
 
 Shapes: J positions · D model dim · K heads · R head dim.
 """
@@ -34,14 +34,14 @@ from cem_jax.verify.rows import (
     to_numpy,
 )
 
-# φ of SiLU is a series that is off by up to 4e-11 in float64 (its own docstring); float32 rounds
+# φ of SiLU is a series with an error of up to 4e-11 in float64 (see its docstring); float32 rounds
 # x²/2, cosh-like sums and a logarithm: a few eps.
 _PHI_TOLERANCE = {"float64": 1e-10, "float32": 1e-6}
 _SIGMA_ROUNDINGS = 16
 
 
 def llama_rows(case: Case) -> Iterator[Row]:
-    """T=1, η=1, P=I, no diagonal: the CEM sublayer and the tied baseline sublayer, equal (§1.1)."""
+    """Check that CEM with T=1, η=1, P=I and no diagonal equals the tied baseline sublayer."""
     c = case.model
     position = "none" if c.attention.position == "rope" else c.attention.position
     attention = replace(
@@ -66,7 +66,7 @@ def llama_rows(case: Case) -> Iterator[Row]:
 
 
 def rotary_rows(case: Case) -> Iterator[Row]:
-    """With rotated keys as values and the output turned back, the force is −∂ε/∂u exactly."""
+    """Check that the force with rotary positions is exactly −∂ε/∂u."""
     rng = np.random.default_rng(case.seed)
     positions, heads, width, dim = 11, 3, 6, 10
     draw = lambda *shape: rng.standard_normal(shape) / math.sqrt(shape[-1])
@@ -85,7 +85,7 @@ def rotary_rows(case: Case) -> Iterator[Row]:
         shape = f"J{positions} D{dim} K{heads} R{width}"
         check = "rotary: exact gradient, central differences"
         yield difference_row(check, shape, energy, u, (h, *weights), force, case)
-        tolerance = 64 * eps("float64")  # two routes through some ten sums of ten terms
+        tolerance = 64 * eps("float64")  # two ways through about ten sums of ten terms each
         yield Row(
             "rotary: exact gradient, autodiff", shape, "float64", relative_error(force, gradient),
             tolerance,
@@ -93,7 +93,7 @@ def rotary_rows(case: Case) -> Iterator[Row]:
 
 
 def activation_rows(name: str) -> Iterator[Row]:
-    """φ' = σ by autodiff and differences, φ = ∫σ by quadrature, σ itself and its slope."""
+    """Check σ and its slope, φ' = σ by autodiff and differences, and φ = ∫σ by quadrature."""
     x = np.concatenate([np.linspace(-20.0, 20.0, 401), [0.0, 1e-3, -1e-3]])
     with precision("float64"):
         sigma = np.asarray(plain.sigma(name)(x))
@@ -111,25 +111,25 @@ def activation_rows(name: str) -> Iterator[Row]:
         yield Row(f"{name}: φ = ∫σ, quadrature", "404", dtype, error, _PHI_TOLERANCE[dtype])
     with precision("float64"):
         step = 1e-3
-        # away from 0, where the branches of φ meet to 7e-11 and ReLU has its kink
+        # not near 0, where the branches of φ differ by 7e-11 and ReLU has its kink
         clear = np.abs(x) > 2.0 * step
         of = lambda offset: np.asarray(jit(phi_of)(in_dtype(x + offset, "float64")))
         slope = 8.0 * (of(step) - of(-step)) - (of(2.0 * step) - of(-2.0 * step))
         error = _largest((slope / (12.0 * step) - sigma)[clear], scale[clear])
-        # 1e-13 from the fourth power of the step; rounding of φ ≤ 200 over the step
+        # 1e-13 from the fourth power of the step; and the rounding of φ ≤ 200, over the step
         tolerance = 8.0 * 200.0 * eps("float64") / step
         check = f"{name}: φ' = σ, central differences"
         yield Row(check, "401", "float64", error, tolerance)
         points = np.linspace(-20.0, 20.0, 40_001)
         chords = np.diff(np.asarray(plain.sigma(name)(points))) / np.diff(points)
-        # between two points the slope is at least the chord's; the bound is rounded up, no more
+        # between two points the largest slope is at least the chord's; the bound is only rounded up
         share = np.abs(chords).max() / activation(name).slope - 1.0
         check = f"{name}: |σ'| at most {activation(name).slope}"
         yield Row(check, "40001", "float64", max(share, -share - 1e-4, 0.0), 64.0 * eps("float64"))
 
 
 def slope_rows(case: Case) -> Iterator[Row]:
-    """ALiBi's slopes of the scheme and number of heads, where the model has them."""
+    """Check ALiBi's slopes for the model's scheme and number of heads, if it has them."""
     a = case.model.attention
     if a.position != "alibi":
         return

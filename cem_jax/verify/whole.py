@@ -1,4 +1,4 @@
-"""The whole model of a case: logits, parameter gradients, causality, decoding.
+"""Checks of a case's whole model: logits, parameter gradients, causality, decoding.
 
 Shapes: B = 1 sequence · J positions · D model dim · V vocabulary.
 """
@@ -32,7 +32,7 @@ Run = Callable[[Any, np.ndarray], tuple[np.ndarray, Any]]
 
 
 def whole_rows(case: Case) -> Iterator[Row]:
-    """Logits and gradients through all steps against the plain model; causality; decoding."""
+    """Check logits and gradients through all steps against the plain model; causality; decoding."""
     c = case.model
     rng = np.random.default_rng(case.seed)
     bar_JV = rng.standard_normal((case.positions, c.vocab_size)).astype(np.float32)
@@ -59,7 +59,7 @@ def whole_rows(case: Case) -> Iterator[Row]:
 
 
 def _compiled(c: ModelConfig, case: Case, dtype: str) -> Run:
-    """(parameters, cotangent of the logits) to (logits, gradients) of the library's model."""
+    """Return a function (parameters, cotangent of the logits) -> (logits, gradients)."""
     segments = None if case.segments_J is None else case.segments_J[None]
 
     @jit
@@ -83,7 +83,7 @@ def _plain_results(p, bar_JV, case: Case) -> tuple[jax.Array, Any]:
 
 
 def _by_module(gradients: Any, wanted: Reference) -> Iterator[tuple[str, Any, Reference]]:
-    """The gradients of attention, of the MLP, and of what is outside the blocks."""
+    """Yield the gradients of attention, of the MLP, and of everything outside the blocks."""
     blocks = wanted.part("blocks")
     for name in ("attention", "mlp"):
         part = blocks.part(name)
@@ -93,7 +93,7 @@ def _by_module(gradients: Any, wanted: Reference) -> Iterator[tuple[str, Any, Re
 
 
 def _other_implementation(case: Case) -> ModelConfig:
-    """The config's model with the other update, and another implementation."""
+    """Return the config's model with the other update and another implementation."""
     a, f = case.model.attention, case.model.mlp
     other = {"autodiff": "closed_form", "closed_form": "autodiff"}
     names = [name for name in implementations() if name != a.implementation]
@@ -102,10 +102,10 @@ def _other_implementation(case: Case) -> ModelConfig:
 
 
 def _causality_rows(case: Case, dtype: str, run: Run) -> Iterator[Row]:
-    """The logits at i do not depend on the embeddings after i, nor on those of other documents.
+    """Check that logits at i do not depend on embeddings after i or of other documents.
 
-    Every token stands in one position only, so the gradient of its embedding is the position's.
-    Exactly zero is asked for.
+    Every token occurs once, so the gradient of its embedding belongs to one position. It must be
+    exactly zero.
     """
     parameters = case.parameters
     if case.model.tie_embeddings:  # the output head would add its own gradient to the embedding
@@ -132,9 +132,9 @@ def _causality_rows(case: Case, dtype: str, run: Run) -> Iterator[Row]:
 
 
 def _decode_row(case: Case, dtype: str, wanted: Reference) -> Row:
-    """A prefix at once, then token by token over the cache, against the full forward pass."""
+    """Compare decoding, a prefix and then token by token, with the full forward pass."""
     c = case.model
-    if case.segments_J is not None:  # decoding knows one document
+    if case.segments_J is not None:  # decoding handles a single document
         wanted = reference(
             lambda p: plain.logits(p, case.tokens_J, None, c), case.parameters, dtypes=case.dtypes
         )

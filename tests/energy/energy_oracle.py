@@ -8,7 +8,7 @@ from attention_oracle import attention
 
 
 def rotation(position: float, width: int, base: float) -> np.ndarray:
-    """rot(i), [R, R]: coordinates (r, r + R/2) turn by i · base^(−2r/R)."""
+    """Return rot(i), [R, R]: coordinates (r, r + R/2) turn by i · base^(−2r/R)."""
     matrix, half = np.eye(width), width // 2
     for r in range(half):
         angle = position * base ** (-2 * r / width)
@@ -18,7 +18,7 @@ def rotation(position: float, width: int, base: float) -> np.ndarray:
 
 
 def interaction(u, h, query, key, *, tau, diagonal=None, rotary=None, **scores):
-    """ε(u_i | h_1:i), [J], its scores and their sums in loops."""
+    """Return ε(u_i | h_1:i), [J], from scores and sums in loops."""
     q, k = np.einsum("krd,jd->jkr", query, u), np.einsum("krd,jd->jkr", key, h)
     if rotary is not None:
         positions, base = rotary
@@ -30,7 +30,7 @@ def interaction(u, h, query, key, *, tau, diagonal=None, rotary=None, **scores):
 
 
 def random_layer(rng, *, positions=5, dim=6, heads=2, width=4, leading=(), diagonal="none") -> dict:
-    """Arrays of `interaction_energy`; slopes and self bias included."""
+    """Return random arguments of `interaction_energy`, including slopes and a self bias."""
     draw = lambda *shape: rng.normal(size=shape)
     layer = dict(
         u=draw(*leading, positions, dim),
@@ -46,7 +46,7 @@ def random_layer(rng, *, positions=5, dim=6, heads=2, width=4, leading=(), diago
 
 
 def gradient(function, x, step=1e-5):
-    """Central differences of a scalar function of an array."""
+    """Return the gradient of a scalar function of an array, by central differences."""
     result = np.zeros_like(x)
     for index in np.ndindex(x.shape):
         ahead, behind = x.copy(), x.copy()

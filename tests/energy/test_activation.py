@@ -20,7 +20,7 @@ NUMPY = {"silu": silu, "gelu": lambda z: z * ndtr(z), "relu": lambda z: max(z, 0
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_antiderivative_is_the_integral(x64, name):
-    """From −60, below which the integral of SiLU is 6e-25."""
+    """Integrate from −60: the integral of SiLU up to there is 6e-25."""
     sigma = NUMPY[name]
     expected, total, low = [], 0.0, -60.0
     for x in POINTS:
@@ -34,7 +34,7 @@ def test_antiderivative_is_the_integral(x64, name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_derivatives_are_the_activation(x64, name):
-    phi, x = antiderivative(name), np.linspace(-30, 30, 200)  # 0, relu's corner, is not among them
+    phi, x = antiderivative(name), np.linspace(-30, 30, 200)  # without 0, the corner of ReLU
     sigma = activation(name).sigma(jnp.asarray(x))
     np.testing.assert_allclose(sigma, [NUMPY[name](z) for z in x], rtol=1e-12, atol=1e-15)
     by_ad = jax.grad(lambda x: phi(x).sum())(x)
@@ -60,7 +60,7 @@ def test_vanishes_far_below(name, dtype):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_precision(x64, name):
-    """float32 to 1.7e-7 (1 + |φ|); lower precisions as if rounded once from float32."""
+    """float32 is good to 1.7e-7 (1 + |φ|); lower precisions equal float32 rounded once."""
     for dtype, tolerance in (("float32", 1.7e-7), ("bfloat16", 2.0**-8), ("float16", 2.0**-10)):
         x = jnp.asarray(np.linspace(-40, 40, 20_001), dtype)
         phi = np.asarray(antiderivative(name)(x), np.float64)

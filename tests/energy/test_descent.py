@@ -35,7 +35,7 @@ def test_rms_norm(x64, leading, weighted):
     )
 
 
-def test_rms_norm_in_low_precision_is_rounded_once():
+def test_rms_norm_in_low_precision_rounds_once():
     x = jnp.asarray(300 * np.random.default_rng(1).normal(size=(4, 64)), jnp.float16)
     u = rms_norm(x, jnp.ones(64, jnp.float32), EPS)  # its squares would overflow float16
     assert u.dtype == jnp.float16
@@ -44,7 +44,7 @@ def test_rms_norm_in_low_precision_is_rounded_once():
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_force_through_the_norm_is_autodiffs(x64, weighted):
+def test_force_through_the_norm_equals_autodiff(x64, weighted):
     rng = np.random.default_rng(2)
     x = jnp.asarray(rng.normal(size=(3, 5)))
     weight = jnp.asarray(rng.normal(size=5)) if weighted else None
@@ -110,7 +110,7 @@ def test_descent_is_the_loop_and_remat_changes_nothing(x64, gradient, steps):
 
 
 def test_remat_keeps_only_the_states_between_steps():
-    """Otherwise each step leaves its hidden activations for the backward pass."""
+    """Without remat, each step keeps its hidden activations for the backward pass."""
     x, weight = jnp.ones((64, 8)), jnp.ones((8, 256))
 
     def temporary(remat):
@@ -131,7 +131,7 @@ def test_the_state_keeps_its_dtype():
 
 
 class HeavyBall(NamedTuple):
-    """A rule with memory: v ← βv + ηF(x), x ← x + v, and x + δv is read out."""
+    """A rule with memory: v ← βv + ηF(x), x ← x + v, with the result x + δv."""
 
     beta: float
     delta: float
@@ -149,7 +149,7 @@ class HeavyBall(NamedTuple):
         return x + self.delta * v
 
 
-def test_a_rule_with_memory_takes_the_same_path(x64):
+def test_descend_and_trajectory_run_a_rule_with_memory(x64):
     x = jnp.asarray(np.random.default_rng(4).normal(size=(3, 5)))
     rule, f = HeavyBall(0.9, 0.5), lambda x: -jnp.sinh(x)
     states = trajectory(f, x, rule, steps=3)

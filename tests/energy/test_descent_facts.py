@@ -1,4 +1,4 @@
-"""What is provable about the descent: energies that fall, at which step sizes."""
+"""Provable facts about descent: which energies fall, and at which step sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ ROTARY = (np.arange(6), 100.0)
 
 
 def interaction_of(kind: str, seed: int):
-    """ε and its exact force as functions of u, for six tokens."""
+    """Return ε and its exact force as functions of u, for six tokens."""
     rotary = ROTARY if kind == "rotary" else None
     diagonal = "none" if kind == "rotary" else kind
     layer = random_layer(np.random.default_rng(seed), positions=6, diagonal=diagonal)
@@ -56,7 +56,7 @@ def test_the_interaction_energy_falls_by_at_least_its_first_order_term(x64, kind
     ("kind", "gradient"), [("none", "at_u"), ("shared", "scaled"), ("rotary", "scaled")]
 )
 def test_under_the_norm_the_interaction_energy_never_rises(x64, kind, gradient):
-    """P = cI, any η: a weightless norm as it is, learned weights if the force is scaled by them."""
+    """This holds for P = cI and any η: with a weightless norm, or weights that scale the force."""
     x, energy, force = interaction_of(kind, 2)
     weight = None
     if gradient == "scaled":
@@ -86,7 +86,7 @@ def test_the_steepest_slopes(x64, name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_the_elementwise_energy_falls_below_its_step_bound(x64, name):
-    """η < 2 / (max|σ'| ‖γ‖_∞ ‖tied‖² ‖P‖), P positive definite, no norm."""
+    """The bound is η < 2 / (max|σ'| ‖γ‖_∞ ‖tied‖² ‖P‖), for P positive definite and no norm."""
     rng = np.random.default_rng(4)
     x, gamma, tied = (rng.normal(size=s) for s in ((40, 6), (40, 9), (9, 6)))
     p = preconditioner_matrix(rng.normal(size=6), rng.normal(size=(6, 2)))

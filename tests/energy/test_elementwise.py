@@ -30,7 +30,7 @@ def test_energy_and_force(x64, activation, leading):
     force = elementwise_force(u, gamma, tied, activation=activation)
     np.testing.assert_allclose(force, -jax.grad(total)(u), rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(force, -gradient(jax.jit(total), u), rtol=1e-6, atol=1e-6)
-    p = rng.normal(size=(4, 4))  # any matrix: P times the force, not its transpose
+    p = rng.normal(size=(4, 4))  # not symmetric: tells P from its transpose
     np.testing.assert_allclose(
         elementwise_force(u, gamma, tied, activation=activation, preconditioner=p),
         np.einsum("de,...e->...d", p, force),
@@ -39,7 +39,7 @@ def test_energy_and_force(x64, activation, leading):
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_autodiff_is_the_closed_form_in_training(x64, activation):
+def test_autodiff_equals_the_closed_form_in_training(x64, activation):
     rng = np.random.default_rng(1)
     (u, gamma, tied), bar = layer(rng, (2,)), rng.normal(size=(2, 3, 5))
 
@@ -64,7 +64,7 @@ def test_dtypes():
     wide = [x.astype(jnp.float32) for x in layers]
     energy, force = elementwise_energy(*layers), elementwise_force(*layers)
     assert (energy.dtype, force.dtype) == (jnp.float32, jnp.bfloat16)
-    # z is rounded to bfloat16, half a unit in 2⁻⁸, and then summed over five features
+    # z is rounded to bfloat16, by half a unit of 2⁻⁸, and then summed over five features
     np.testing.assert_allclose(energy, elementwise_energy(*wide), atol=0.2)
     np.testing.assert_allclose(force.astype(jnp.float32), elementwise_force(*wide), atol=0.2)
     for update in ("autodiff", "closed_form"):
@@ -81,7 +81,7 @@ def test_dtypes():
         ((2, 3, 4), (3, 5), (5, 4)),
     ],
 )
-def test_what_does_not_fit_is_refused(sizes):
+def test_shapes_that_do_not_fit_are_refused(sizes):
     for function in (elementwise_energy, elementwise_force):
         with pytest.raises(ValueError, match=r"gamma|tied"):
             function(*(np.zeros(s, np.float32) for s in sizes))

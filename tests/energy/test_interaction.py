@@ -28,7 +28,7 @@ CASES = {
 
 
 def layer_of(name: str, seed=0, **sizes) -> tuple[dict, dict]:
-    """Arrays to differentiate by, and the rest of the arguments."""
+    """Return the arrays to differentiate with respect to, and the other arguments."""
     fixed = dict(CASES[name])
     arrays = random_layer(
         np.random.default_rng(seed), diagonal=fixed.pop("diagonal", "none"), **sizes
@@ -58,14 +58,14 @@ def test_energy_is_the_double_sum_and_the_force_its_gradient(x64, name):
 
 
 @pytest.mark.parametrize("name", ["shared diagonal", "everything a head"])
-def test_algorithm_1_leaves_the_diagonals_own_gradient_out(x64, name):
-    """Then the force is the gradient of an energy whose g is held."""
+def test_algorithm_1_leaves_out_the_diagonals_own_gradient(x64, name):
+    """Its force is the gradient of an energy whose g is held."""
     arrays, fixed = layer_of(name)
     plain = {n: x for n, x in arrays.items() if n != "diagonal"}
     force = interaction_force(**arrays, **fixed)
     exact = interaction_force(**arrays, **fixed, diagonal_in_update=True)
     assert not np.allclose(force, exact)
-    # the same by differences: move u in q alone, by moving W^Q u with g held
+    # the same by differences: move u only in q = W^Q u, with g held
     u, query = arrays["u"], arrays["query"]
     wide = dict(
         plain,
@@ -105,7 +105,7 @@ def test_every_size_is_legal(x64, shape):
 
 
 def test_any_preconditioner_is_applied_from_the_left(x64):
-    """P_k f_k, not its transpose, should a caller's P not be symmetric."""
+    """The result is P_k f_k even if a caller's P is not symmetric."""
     arrays, fixed = layer_of("diagonal a head")
     p_KDD = np.random.default_rng(2).normal(size=(2, 6, 6))
     by_head = 0
@@ -141,8 +141,8 @@ DENSE, BLOCKWISE = (
     dict(implementation="blockwise", block_sizes=(2, 3)),
 )
 AUTODIFF, CLOSED = dict(update="autodiff"), dict(update="closed_form")
-# Kind of diagonal, whether its gradient enters, whether P is one a head; and ways to compute it:
-# every path through the layer's force at least once in autodiff and once in closed form.
+# Kind of diagonal, whether its gradient counts, whether there is one P per head; and ways to
+# compute the force: every path through it at least once by autodiff and once in closed form.
 LAYERS = {
     "plain": ("plain", False, True, [CLOSED | DENSE]),
     "algorithm 1": ("shared diagonal", False, True, [AUTODIFF | DENSE, AUTODIFF | BLOCKWISE]),
@@ -154,8 +154,8 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_force_and_its_training_gradient(x64, name):
-    """Folded P, autodiff, closed form and blockwise, against the explicit P and plain autodiff."""
+def test_a_layers_force_and_its_training_gradient(x64, name):
+    """Compare folded P, autodiff, closed form and blockwise with explicit P and plain autodiff."""
     kind, exact, per_head, ways = LAYERS[name]
     arrays, fixed = layer_of(kind, leading=(1,))
     if "segments" in fixed:
@@ -178,7 +178,7 @@ def test_layers_force_and_its_training_gradient(x64, name):
             function(arrays, p, how),
             jax.grad(loss, argnums=(0, 1))(arrays, p),
         )
-        quickly = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
+        quickly = {"xla_backend_optimization_level": 0}  # most of the time is compilation
         return jax.jit(both).lower(arrays, p).compile(compiler_options=quickly)(arrays, p)
 
     expected = results(by_definition, {})
@@ -193,7 +193,7 @@ def test_layers_force_and_its_training_gradient(x64, name):
         )
 
 
-def test_a_position_depends_on_its_own_past_and_document_alone():
+def test_a_position_depends_only_on_its_past_and_document():
     arrays, fixed = layer_of("everything")
     how = dict(fixed, implementation="blockwise", diagonal_in_update=True)
     force = lambda u, h: interaction_force(**dict(arrays, u=u, h=h), **how)
@@ -214,7 +214,7 @@ def test_dtypes(dtype):
     energy_of = jax.jit(lambda t: interaction_energy(**t, **fixed))
     energy, exact = energy_of(low), energy_of(wide)
     assert energy.dtype == jnp.float32
-    # q and k are rounded to half a unit each, the scores sum a dozen products of size one
+    # q and k are rounded by half a unit each; the scores sum a dozen products of size one
     np.testing.assert_allclose(energy, exact, atol=16 * eps, rtol=4 * eps)
     how = dict(fixed, diagonal_in_update=True)
     expected = jax.jit(lambda t: interaction_force(**t, **how))(wide)
@@ -250,7 +250,7 @@ def test_tau_of_any_float_type_leaves_dtypes_alone(x64):
         dict(rotary=(np.arange(4), 1e4)),
     ],
 )
-def test_what_does_not_fit_is_named(change):
+def test_shapes_that_do_not_fit_are_named(change):
     arrays, fixed = layer_of("shared diagonal")
     name = next(iter(change))
     made = {n: x if n == "rotary" else np.zeros(x, np.float32) for n, x in change.items()}
@@ -271,8 +271,8 @@ def flops(function, *arguments) -> float:
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_autodiff_costs_no_more_than_the_closed_form(implementation, exact):
-    """One force, and the training gradient through it; blockwise in a single tile (XLA counts a
-    loop's body once)."""
+    """Count a force and the training gradient through it; blockwise uses one tile, because XLA
+    counts a loop's body once."""
     rng = np.random.default_rng(4)
     sizes = dict(positions=64, dim=64, heads=2, width=32, leading=(2,), diagonal="shared")
     arrays = {n: x.astype(np.float32) for n, x in random_layer(rng, **sizes).items()}

@@ -6,7 +6,7 @@ from energy_oracle import rotation
 
 from cem_jax.energy import Rotary, alibi_slopes, rotate
 
-# Press et al.'s published slopes
+# The slopes published by Press et al.
 PRESS = {
     1: [2.0**-8],
     2: [2.0**-4, 2.0**-8],
@@ -39,7 +39,7 @@ def test_bad_slopes():
 
 
 @pytest.mark.parametrize("leading", [(), (2,), (2, 3)])
-def test_rotation_is_the_matrix_and_its_inverse_the_transpose(x64, leading):
+def test_rotate_applies_the_matrix_and_inverse_its_transpose(x64, leading):
     rng = np.random.default_rng(0)
     x, positions = rng.normal(size=(*leading, 5, 2, 6)), rng.integers(0, 5000, 5)
     matrices = np.stack([rotation(p, 6, 500.0) for p in positions])
@@ -53,7 +53,7 @@ def test_rotation_is_the_matrix_and_its_inverse_the_transpose(x64, leading):
     np.testing.assert_array_equal(rotate(x, Rotary(each_its_own, 500.0)), rotate(x, rotary))
 
 
-def test_products_depend_on_distance_alone(x64):
+def test_products_depend_only_on_distance(x64):
     rng = np.random.default_rng(1)
     q, k = rng.normal(size=(2, 7, 1, 8))
     products = lambda start: jnp.einsum(

@@ -44,8 +44,8 @@ def test_symmetric_form_need_not_be_positive_definite(x64):
     assert np.linalg.eigvalsh(preconditioner_matrix([0.0, 0.0], left, -left))[0] < 0
 
 
-def test_at_the_start_of_training(x64):
-    """p = 1/√D enters as p√D = 1 and right = 0: softplus(1) I."""
+def test_initial_value(x64):
+    """Initially p = 1/√D and right = 0, so P = softplus(1) I."""
     dim = 16
     left = np.random.default_rng(0).normal(size=(dim, 4))
     matrix = preconditioner_matrix(np.full(dim, dim**-0.5) * dim**0.5, left, np.zeros((dim, 4)))
@@ -53,7 +53,7 @@ def test_at_the_start_of_training(x64):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_folded_is_explicit(x64, form):
+def test_folded_equals_explicit(x64, form):
     rng = np.random.default_rng(1)
     shared, per_head = factors(rng, form), factors(rng, form, leading=(3,))
     vectors, weight = rng.normal(size=(2, 3, 4, 5)), rng.normal(size=(3, 4, 5))
@@ -71,7 +71,7 @@ def test_folded_is_explicit(x64, form):
     assert low.dtype == jnp.bfloat16
 
 
-def test_gradients_of_the_factors_are_those_of_the_matrix(x64):
+def test_gradients_of_the_factors_equal_those_through_the_matrix(x64):
     rng = np.random.default_rng(2)
     p, weight = factors(rng, "symmetric"), rng.normal(size=(4, 5))
     bar = rng.normal(size=weight.shape)
@@ -81,7 +81,7 @@ def test_gradients_of_the_factors_are_those_of_the_matrix(x64):
 
 
 @pytest.mark.parametrize("left", [(4, 2), (1, 2), (5,)])
-def test_what_does_not_fit_is_named(left):
+def test_shapes_that_do_not_fit_are_named(left):
     with pytest.raises(ValueError, match="left and right"):
         preconditioner_matrix(np.zeros(5), np.zeros(left))
     with pytest.raises(ValueError, match="left and right"):
@@ -96,6 +96,6 @@ def test_extreme_eigenvalues(form, scale):
     p = Preconditioner(p.diagonal.astype(np.float32), small(p.left), small(p.right))
     expected = np.linalg.eigvalsh(np.asarray(preconditioner_matrix(*p), np.float64))
     smallest, largest = jax.jit(extreme_eigenvalues)(p)
-    tolerance = 2e-6 * np.abs(expected).max()  # of ‖P‖, in float32
+    tolerance = 2e-6 * np.abs(expected).max()  # relative to ‖P‖, in float32
     np.testing.assert_allclose(smallest, expected[:, 0], rtol=0, atol=tolerance)
     np.testing.assert_allclose(largest, expected[:, -1], rtol=0, atol=tolerance)

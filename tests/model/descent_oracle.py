@@ -1,4 +1,4 @@
-"""What `energies` lines say, in NumPy and float64, from the definitions in docs/metrics.md.
+"""The fields of `energies` lines, in NumPy and float64, from the definitions in docs/metrics.md.
 
 States are the oracle's, at T = 0, 1, …; slopes of the energies are central differences.
 
@@ -15,7 +15,7 @@ NUDGE = 1e-5
 
 
 def descents(config, parameters, tokens, segments=None):
-    """{"attention": {field: [L, …]}, "mlp": …} of tokens [B, J]."""
+    """Return {"attention": {field: [L, …]}, "mlp": …} for tokens [B, J]."""
     x_BJD = parameters["embedding"][tokens]
     rows = range(len(tokens))
     layers = []
@@ -35,7 +35,7 @@ def descents(config, parameters, tokens, segments=None):
 
 
 def _sequence(config, name, p, x_JD, segments):
-    """States [T+1, J, D], and by token: energies, slopes along the updates, entropy, self-mass."""
+    """Return states [T+1, J, D] and, per token, energies, slopes, entropy and self-mass."""
     states = _states(config, name, p, x_JD, segments)
     h_JD = oracle._rms(x_JD, p["norm"], config)
     energy = lambda x: _energy(config, name, p, _normed(config, p, x), h_JD, segments)
@@ -93,7 +93,7 @@ def _normed(config, p, x):
 
 
 def _energy(config, name, p, u_JD, h_JD, segments):
-    """ε or ξ, [J]."""
+    """Return ε or ξ, [J]."""
     if name == "mlp":
         z = u_JD @ p["tied"].T
         phi = z * np.logaddexp(0, z) + spence(1 + np.exp(z))  # ∫ SiLU, with Li₂(−eᶻ)
@@ -103,6 +103,6 @@ def _energy(config, name, p, u_JD, h_JD, segments):
 
 
 def _alpha(config, p, x_JD, h_JD, segments):
-    """[K, J, J] from the state x."""
+    """Return α, [K, J, J], at state x."""
     products = oracle._products(_normed(config, p, x_JD), h_JD, p, config)
     return oracle._softmax(products, p, config, segments)

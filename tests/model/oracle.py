@@ -17,7 +17,7 @@ SIGMA = {
 
 
 def logits(config, parameters, tokens, segments=None):
-    """[B, J, V] of tokens [B, J]."""
+    """Return the logits [B, J, V] of tokens [B, J]."""
     rows = range(len(tokens))
     return np.stack(
         [_sequence(config, parameters, tokens[b], segments and segments[b]) for b in rows]
@@ -34,13 +34,13 @@ def _sequence(config, parameters, tokens, segments):
 
 
 def layer_of(parameters, index):
-    """One layer's parameters, without the layers' axis."""
+    """Return the parameters of one layer, without the layer axis."""
     pick = lambda tree: {k: pick(v) if isinstance(v, dict) else v[index] for k, v in tree.items()}
     return pick(parameters["blocks"])
 
 
 def attention(config, p, x, segments=None):
-    """x [J, D] after the attention sublayer with parameters p."""
+    """Return x [J, D] after the attention sublayer with parameters p."""
     if config.attention.kind == "cem":
         force = lambda u, h: _interaction_force(u, h, p, config, segments)
         return _descent(x, force, p, config.attention, config)
@@ -50,7 +50,7 @@ def attention(config, p, x, segments=None):
 
 
 def mlp(config, p, x):
-    """x [J, D] after the MLP sublayer with parameters p."""
+    """Return x [J, D] after the MLP sublayer with parameters p."""
     if config.mlp.kind == "cem":
         force = lambda u, h: _elementwise_force(u, h, p, config)
         return _descent(x, force, p, config.mlp, config)
@@ -65,7 +65,7 @@ def _rms(x, weight, config):
 
 
 def _descent(x, force, parameters, settings, config):
-    """Eq. 16-17 and the choices around them."""
+    """Return x after T steps of Eq. 16–17, with the configured norms and residual stream."""
     h = _rms(x, parameters["norm"], config)
     eta = parameters["eta"] if settings.learn_step_size else settings.step_size
     weight = {
@@ -89,13 +89,13 @@ def _descent(x, force, parameters, settings, config):
 
 
 def _jacobian(x, weight, config):
-    """∂RMSNorm(x)/∂x."""
+    """Return ∂RMSNorm(x)/∂x."""
     scale = np.sqrt((x**2).mean() + config.norm_eps)
     return weight[:, None] * (np.eye(len(x)) / scale - np.outer(x, x) / (len(x) * scale**3))
 
 
 def _matrix(p, settings, dim):
-    """P, [D, D] or [K, D, D] (Eq. 13)."""
+    """Return P, [D, D] or [K, D, D] (Eq. 13)."""
     p_diagonal = np.log1p(np.exp(p["p"] * math.sqrt(dim)))
     matrix = p_diagonal[..., None] * np.eye(dim)
     if settings.preconditioner == "diagonal":
@@ -107,7 +107,7 @@ def _matrix(p, settings, dim):
 
 
 def _interaction_force(u, h, p, config, segments):
-    """F_i = Σ_k P_k(W^Q_kᵀ o_ik [ + d_k ∘ a_ik ]) (Eq. 14)."""
+    """Return F_i = Σ_k P_k(W^Q_kᵀ o_ik [ + d_k ∘ a_ik ]) (Eq. 14)."""
     c = config.attention
     key = _turned(np.einsum("krd,jd->jkr", p["key"], h), c)
     alpha = _softmax(_products(u, h, p, config), p, config, segments)
@@ -124,13 +124,13 @@ def _interaction_force(u, h, p, config, segments):
 
 
 def _diagonal(p, config):
-    """d_k, [K, D]."""
+    """Return d_k, [K, D]."""
     zero = np.zeros((config.attention.heads, config.dim))
     return zero if config.attention.diagonal == "none" else zero + p["diagonal"]
 
 
 def _products(u, h, p, config):
-    """k_j·q_i + h_j·(d ∘ u_i), [K, J, J]."""
+    """Return k_j·q_i + h_j·(d ∘ u_i), [K, J, J]."""
     key = _turned(np.einsum("krd,jd->jkr", p["key"], h), config.attention)
     query = _turned(np.einsum("krd,jd->jkr", p["query"], u), config.attention)
     diagonal = np.einsum("kd,id,jd->kij", _diagonal(p, config), u, h)
@@ -147,13 +147,13 @@ def _llama_attention(h, p, config, segments):
 
 
 def _softmax(products, p, config, segments):
-    """α [K, J, J] of what stands over τ."""
+    """Return α [K, J, J], given the products that τ divides."""
     weight = np.exp(_scores(products, p, config, segments))
     return weight / weight.sum(-1, keepdims=True)
 
 
 def _scores(products, p, config, segments):
-    """s [K, J, J] of what stands over τ; −∞ where hidden."""
+    """Return s [K, J, J], −∞ where hidden, given the products that τ divides."""
     c = config.attention
     positions = np.arange(products.shape[-1])
     distance = positions[:, None] - positions[None, :]
@@ -170,7 +170,7 @@ def _scores(products, p, config, segments):
 
 
 def _turned(x_JKR, c, direction=1):
-    """rot(i) x_i: coordinates r and r + R/2 as a complex number."""
+    """Return rot(i) x_i, with coordinates r and r + R/2 as a complex number."""
     if c.position != "rope":
         return x_JKR
     half = x_JKR.shape[-1] // 2
@@ -180,7 +180,7 @@ def _turned(x_JKR, c, direction=1):
 
 
 def _elementwise_force(u, h, p, config):
-    """F_i = P tiedᵀ(γ_i ∘ σ(tied u_i)) (Eq. 15)."""
+    """Return F_i = P tiedᵀ(γ_i ∘ σ(tied u_i)) (Eq. 15)."""
     c = config.mlp
     gamma = h @ p["multiplier"].T
     force = (gamma * SIGMA[c.activation](u @ p["tied"].T)) @ p["tied"]

@@ -1,4 +1,4 @@
-"""Decoding with a cache gives what the whole forward pass gives."""
+"""Decoding with a cache gives the logits of the whole forward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ CASES = {
 
 
 def decoded(config, parameters, dtype):
-    """Logits of three positions at once and then one by one, and the cache."""
+    """Return the logits of three positions at once and then one by one, and the cache."""
     bind = lambda p: pure.bind(config, p)
-    cache = bind(parameters).cache(len(TOKENS), 7, dtype)  # one more than is used
+    cache = bind(parameters).cache(len(TOKENS), 7, dtype)  # one position more than is used
 
     @jax.jit
     def step(parameters, tokens, cache, start):
@@ -40,10 +40,10 @@ def decoded(config, parameters, dtype):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
-def test_decoding_is_the_forward_pass(fields):
+def test_decoding_equals_the_forward_pass(fields):
     config = full_config(**fields)
     parameters = random_parameters(config)
-    # the reused layers' cache has room for each application: other steps, another cache
+    # a reused layer caches each application, so its cache depends on the number of steps
     config = with_steps(config, attention=3) if config.attention.steps > 1 else config
     logits, cache = decoded(config, parameters, jnp.float64)
     expected = jax.jit(lambda p: pure.bind(config, p)(TOKENS))(parameters)

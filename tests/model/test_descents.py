@@ -1,4 +1,4 @@
-"""What is measured of the layers' descent: against NumPy, and where the answer is known."""
+"""Measurements of the layers' descent: against NumPy, and where the answer is known."""
 
 import descent_oracle
 import jax
@@ -20,7 +20,7 @@ def measured(config, parameters=None, segments=None):
 
 
 def with_attention(config, change):
-    """Random float32 parameters, those of the attention changed."""
+    """Return random float32 parameters with those of attention changed."""
     parameters = random_parameters(config, np.float32)
     blocks = parameters["blocks"]
     attention = blocks["attention"] | change(blocks["attention"])
@@ -44,7 +44,7 @@ def test_against_numpy(fields, x64):
     found = measured(config, segments=segments)
     expected = descent_oracle.descents(config, random_parameters(config), TOKENS, segments)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    # central differences, and bisection of an eigenvalue to 30 binary digits
+    # the errors of central differences, and of bisecting an eigenvalue to 30 binary digits
     jax.tree.map(lambda f, e: np.testing.assert_allclose(f, e, rtol=1e-6), found, expected)
 
 
@@ -54,7 +54,7 @@ def test_only_sublayers_that_have_an_energy():
 
 
 def test_uniform_attention():
-    """Without query and positions all α_ij are 1/i: its entropy is ln i."""
+    """With zero queries and no positions all α_ij are 1/i, so the entropy is ln i."""
     config = model_config(position="none", steps=2)
     parameters = with_attention(config, lambda p: {"query": 0 * p["query"]})
     found = measured(config, parameters)["attention"]
@@ -71,20 +71,20 @@ def test_attention_to_oneself():
     np.testing.assert_allclose(found["self_mass"], 1.0, rtol=1e-6)
 
 
-def test_where_descent_is_provable_nothing_rises():
-    """A weightless norm, no P, no diagonal: ε never rises, whatever η."""
+def test_nothing_rises_where_descent_is_provable():
+    """With a weightless norm, no P and no diagonal, ε never rises for any η."""
     config = model_config(steps=4, step_norm="weightless", step_size=3.0)
     found = measured(config, random_parameters(config, np.float32))["attention"]
     assert (found["rise_fraction"] == 0).all()
     assert (found["energy_change"] < 0).all()
 
 
-def test_a_concave_energy_falls_more_than_its_slope_says(x64):
+def test_a_concave_energy_falls_more_than_its_slope_predicts(x64):
     config = model_config(steps=3, step_norm="none")
     assert (measured(config)["attention"]["descent_ratio"] >= 1).all()
 
 
-def test_short_steps_go_straight_and_keep_their_promise(x64):
+def test_short_steps_go_straight_and_fall_as_predicted(x64):
     config = full_config(steps=2, step_size=1e-5, mlp_step_size=1e-5)
     for found in measured(config).values():
         np.testing.assert_allclose(found["descent_ratio"], 1.0, atol=1e-3)

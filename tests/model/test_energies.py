@@ -1,4 +1,4 @@
-"""Layers descend the energies they state: `update` is the gradient of `energy`."""
+"""Layers descend their energies: `update` is the gradient of `energy`."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def sublayer(config, name, dtype=np.float64):
 
 
 def matrix(layer):
-    """P, one for all heads."""
+    """Return the matrix P, one for all heads."""
     return preconditioner_matrix(*layer.preconditioner.factors())
 
 
@@ -38,13 +38,13 @@ def matrix(layer):
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
-def test_update_is_minus_the_energys_gradient(name, fields):
+def test_update_is_minus_the_gradient_of_energy(name, fields):
     config = full_config(
         **ONE_P, **fields, preconditioner="none", mlp_preconditioner="none", step_size=0.5
     )
     layer = sublayer(config, name)
     x, h = np.random.default_rng(0).normal(size=(2, 2, 5, config.dim))
-    # h_i is held, so position i's energy moves with x_i alone
+    # h_i is held, so position i's energy changes with x_i alone
     with jax.disable_jit():
         gradient = jax.grad(lambda x: layer.energy(x, h).sum())(jnp.asarray(x))
         update = layer.update(x=jnp.asarray(x), context=jnp.asarray(h))
@@ -87,7 +87,7 @@ def test_the_last_state_is_the_result(name, dtype, fields):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_update_is_not_rounded_to_the_state(name):
-    """In bfloat16 x + update − x would lose an update of x's last digits."""
+    """In bfloat16, x + update − x would lose an update as small as the last digits of x."""
     layer = sublayer(full_config(step_size=1e-3, mlp_step_size=1e-3), name, np.float32)
     x, h = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 5, 8)), jnp.float32)
     exact = layer.update(x, h)

@@ -1,4 +1,4 @@
-"""The names that a configuration may choose are those of the tables that they choose from."""
+"""The choices that a configuration allows are the keys of the tables that they index."""
 
 from typing import get_args
 

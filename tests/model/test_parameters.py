@@ -1,4 +1,4 @@
-"""Parameters: how many, how named, how drawn, which decay."""
+"""Parameters: their number, names, initial values and decay."""
 
 import jax
 import numpy as np
@@ -77,7 +77,7 @@ def test_tied_embeddings_have_no_head():
 
 
 def test_init():
-    """One function of the key, mapped over or not; each layer draws its own."""
+    """Parameters depend only on the key, vmapped or not, and each layer draws its own."""
     config = model_config(
         dim=16,
         diagonal="shared",

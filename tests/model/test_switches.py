@@ -1,4 +1,4 @@
-"""Every choice that the paper leaves open: against the oracle, forward and backward."""
+"""Every choice that the paper leaves open, against the oracle, forward and backward."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ PER_HEAD = dict(diagonal="per_head")
 SHARED_P = dict(preconditioner_heads="shared")
 LLAMA = dict(kind="llama", position="rope", self_bias=False)
 
-# (what is switched, whether the outputs change by it)
+# (switched fields, whether they change the outputs)
 SWITCHES = [
     (dict(residual="normalized"), True),
     (dict(step_norm="separate"), True),
@@ -77,7 +77,7 @@ def switched(**fields):
 
 
 def is_about(name, fields):
-    """Whether a switch of the model, of attention or of the MLP concerns that sublayer."""
+    """Return whether a switch of the model, of attention or of the MLP concerns that sublayer."""
     of_model = {"residual", "step_norm", "norm_gradient"}
     of_mlp = any(field.startswith("mlp_") for field in fields)
     return set(fields) <= of_model or of_mlp == (name == "mlp")
@@ -88,7 +88,7 @@ def name_of(fields):
 
 
 def sublayer(config, name, parameters):
-    """An attention or MLP sublayer with these parameters."""
+    """Return an attention or MLP sublayer with these parameters."""
     kinds = {"attention": ATTENTION[config.attention.kind], "mlp": MLP[config.mlp.kind]}
     return with_values(lambda: kinds[name](config, rngs=nnx.Rngs(0)), parameters)
 
@@ -120,7 +120,7 @@ def test_switch(name, fields, changes):
         y = sublayer(config, name, parameters)(x)
         return jnp.vdot(y, bar), y
 
-    # step by step, as compiling takes longer; the sweeps of blockwise are for compiled code only
+    # not jitted, because compiling takes longer; blockwise only runs compiled
     with jax.disable_jit(config.attention.implementation == "dense"):
         gradient, y = jax.grad(objective, argnums=(0, 1), has_aux=True)(parameters, x)
     np.testing.assert_allclose(y, truth, rtol=1e-9, atol=1e-11)
@@ -129,7 +129,7 @@ def test_switch(name, fields, changes):
     usual = expected(default, name, oracle.layer_of(random_parameters(default), 0)[name], x)
     assert (np.abs(truth - usual).max() > 1e-3) == changes
 
-    # along a random direction the oracle rises as the gradient says
+    # the oracle's slope along a random direction is the gradient's
     direction = jax.tree.map(lambda p: rng.normal(size=p.shape), (parameters, x))
     move = lambda step: jax.tree.map(lambda p, v: p + step * v, (parameters, x), direction)
     rise = np.vdot(expected(config, name, *move(1e-5)) - expected(config, name, *move(-1e-5)), bar)
@@ -159,7 +159,7 @@ def test_whole_model(fields, segments):
 @pytest.mark.parametrize(
     ("form", "init", "diagonal"), [("symmetric", "paper", 1.3133), ("psd", "identity", 1.0)]
 )
-def test_preconditioners_start_as_stated(form, init, diagonal):
+def test_initial_preconditioners(form, init, diagonal):
     config = model_config(
         preconditioner="diagonal_low_rank", preconditioner_form=form, preconditioner_init=init
     )

@@ -1,4 +1,4 @@
-"""The decoder: its layers however run, its causality, documents, precision and steps."""
+"""The decoder: ways to run its layers, causality, documents, precision and steps."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def run(config, parameters, *args, **kwargs):
     ],
     ids=["cem", "llama"],
 )
-def test_scanned_written_out_and_rematerialised_layers_agree(kind, ways):
+def test_scanned_unrolled_and_rematerialised_layers_agree(kind, ways):
     plain = full_config(**kind)
     parameters = random_parameters(plain)
 
@@ -50,7 +50,7 @@ def test_scanned_written_out_and_rematerialised_layers_agree(kind, ways):
 
 
 def kept_for_backward(**fields):
-    """Numbers that stand between the forward and the backward pass."""
+    """Return how many numbers the forward pass keeps for the backward pass."""
     config = full_config(**fields)
     forward = lambda p: jax.vjp(lambda p: pure.bind(config, p)(TOKENS), p)[1]
     kept = jax.eval_shape(forward, pure.abstract_parameters(config))
@@ -95,7 +95,7 @@ def test_no_position_depends_on_a_later_one(kind):
     [{}, LLAMA, dict(position="rope", implementation="blockwise", block_sizes=(2, 3))],
     ids=["cem", "llama", "rope-blockwise"],
 )
-def test_packed_documents_are_as_if_alone(kind):
+def test_packed_documents_give_the_outputs_of_single_ones(kind):
     config = full_config(**kind)
     parameters = random_parameters(config)
     packed = run(config, parameters, TOKENS, jnp.array([[7, 7, 7, 2, 2, 2, 2, 2]]))
@@ -157,8 +157,8 @@ def test_bfloat16(kind):
 
 @pytest.mark.parametrize("wrong", [11, -1, 2**31 - 1])
 def test_ids_out_of_range_give_nan(wrong):
-    """Not the nearest row, nor one counted from the end. A sequence's earlier positions may see
-    the NaN too, with weight 0."""
+    """They must not give the nearest row or count from the end. Earlier positions of the sequence
+    may see the NaN too, with weight 0."""
     config = model_config()
     tokens = TOKENS.copy()
     tokens[0, 5] = wrong

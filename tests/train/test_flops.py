@@ -1,4 +1,4 @@
-"""FLOPs: against formulas written out, against XLA's own count, and the peaks they are held to."""
+"""FLOPs against explicit formulas and against XLA's own count; peaks of devices."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ LLAMA = dict(kind="llama", mlp_kind="gated", position="rope", **SIZES)
 
 
 def multiply_adds(**fields):
-    """A token's, forward, at context J."""
+    """Return the multiply-adds of a token's forward pass at context J."""
     return flops_per_token(model_config(**fields), J) / 2
 
 
@@ -68,7 +68,7 @@ def test_cem(steps, diagonal, exact, preconditioner, p_heads, pair):
     assert count == L * (products + steps * pair * (J + 1) / 2) + D * V
 
 
-def test_a_low_rank_preconditioner_is_folded_once_a_pass_and_not_counted_a_token():
+def test_a_low_rank_preconditioner_is_folded_per_pass_and_not_counted_per_token():
     low_rank = dict(preconditioner="diagonal_low_rank", mlp_preconditioner="diagonal_low_rank")
     ranks = dict(preconditioner_rank=3, mlp_preconditioner_rank=5)
     symmetric = model_config(**CEM, **low_rank, **ranks)
@@ -89,7 +89,7 @@ def test_other_steps_and_training():
     assert forward_flops(config, J).total == sum(forward_flops(config, J))
 
 
-def test_a_full_cem_layer_at_two_steps_costs_half_more_products_than_llamas():
+def test_a_full_cem_layer_at_two_steps_costs_half_as_much_again_as_llamas():
     sizes = dict(dim=672, heads=8, mlp_dim=1792, layers=8, vocab_size=32_000)
     two = dict(steps=2, mlp_steps=2)
     cem = forward_flops(model_config(**CEM | sizes, **two), 2048)
@@ -99,7 +99,7 @@ def test_a_full_cem_layer_at_two_steps_costs_half_more_products_than_llamas():
 
 
 def counted_by_xla(config, batch, context):
-    """FLOPs of a compiled forward pass, where a loop's body counts once."""
+    """Return XLA's FLOPs of a compiled forward pass, in which a loop's body counts once."""
     tokens = jax.ShapeDtypeStruct((batch, context), jnp.int32)
     forward = lambda parameters, tokens: pure.bind(config, parameters)(tokens)
     lowered = jax.jit(forward).lower(pure.abstract_parameters(config), tokens)
@@ -133,20 +133,20 @@ def test_xla_counts_the_same(fields):
     )
     batch, context = 2, 128
     counted = counted_by_xla(config, batch, context)
-    # written out, all J² pairs are computed: as if a token saw J positions, not (J + 1)/2
+    # dense attention computes all J² pairs: as if a token saw J positions, not (J + 1)/2
     ours = batch * context * flops_per_token(config, 2 * context - 1) + folding_flops(config)
-    # XLA counts elementwise work too
+    # XLA also counts elementwise operations
     assert 1.0 <= counted / ours < 1.03
 
 
-def test_xla_counts_two_steps_where_they_are_written_out():
-    """Two sublayers of one step cost what one of two steps does, but for its second set of keys."""
+def test_xla_counts_two_unrolled_steps():
+    """Two sublayers of one step cost as much as one of two steps, plus a second set of keys."""
     sizes = dict(dim=256, mlp_dim=384, vocab_size=256)
     fixed = dict(implementation="dense", scan_layers=False, steps=1, mlp_steps=1)
     one, two = (model_config(**CEM | sizes | dict(layers=n), **fixed) for n in (1, 2))
     batch, context = 2, 128
     a_layer = counted_by_xla(two, batch, context) - counted_by_xla(one, batch, context)
-    frame = 2 * batch * context * (256 * 256 + 256 * 384)  # keys and γ, made once for all steps
+    frame = 2 * batch * context * (256 * 256 + 256 * 384)  # keys and γ, computed once for all steps
     longer = model_config(**CEM | sizes | dict(layers=1), steps=2, mlp_steps=2)
     pairs = 2 * context - 1
     a_step = flops_per_token(longer, pairs) - flops_per_token(one, pairs)

@@ -9,7 +9,7 @@ from cem_jax.train import loss
 
 
 class Readout:
-    """A stand-in for a Transformer: states looked up by token, and a head."""
+    """A stand-in for a Transformer: looks up states by token, and has a head."""
 
     def __init__(self, table, head):
         self.table, self.head = table, head
@@ -40,7 +40,7 @@ def make_case(batch, positions):
 
 @pytest.fixture(params=[1, 6, 1000], ids="rows={}".format)
 def chunks(request):
-    """Chunks of so many rows, where a vocabulary of 19 would fit whole."""
+    """Return a chunk size of few rows; by itself, a vocabulary of 19 would fit into one chunk."""
     return loss.ChunkSize(0, request.param)
 
 
@@ -93,7 +93,7 @@ def test_the_parts_add_up(case, chunks):
     assert both.weight == case["tokens"][:, 1:].size
 
 
-def test_weight_zero_is_as_if_the_target_were_not_there(case, chunks):
+def test_targets_of_weight_zero_do_not_count(case, chunks):
     weights = case["weights"].at[:, -1].set(0.0)
     changed = dict(case, tokens=case["tokens"].at[:, -1].add(1) % len(case["head"]))
     how = dict(weights=weights, chunks=chunks)

@@ -22,7 +22,7 @@ def dataset(tmp_path_factory):
     return str(tiny.tiny_dataset(tmp_path_factory.mktemp("data")))
 
 
-def test_every_so_many_steps(dataset, tmp_path):
+def test_lines_appear_at_their_interval(dataset, tmp_path):
     config = tiny.tiny_config(data__path=dataset, log__energies_every=3, train__steps=7)
     train(config, tmp_path)
     lines = [line for line in read_metrics(tmp_path) if line["kind"] == "energies"]
@@ -37,7 +37,7 @@ def test_every_so_many_steps(dataset, tmp_path):
             np.testing.assert_allclose(
                 found["energy_change"], np.diff(found["energy"]), rtol=1e-3, atol=1e-4
             )
-            # P is softplus(1) times the identity at the start, and hardly moved since
+            # P starts as softplus(1) times the identity and has hardly moved
             for field in ("smallest_eigenvalue", "largest_eigenvalue"):
                 np.testing.assert_allclose(found[field], [np.log1p(np.e)] * layers, rtol=0.1)
 
@@ -74,7 +74,7 @@ def values(tokens, **sizes):
     state = fresh_state(config, abstract_state(config, mesh))
     return make_probe(config, mesh)(state.params, place_batch({"tokens": tokens}, mesh))
 
-# two shards take the first two rows of theirs; a single one takes its first four
+# each of two shards takes its first two rows; a single shard takes its first four
 one = values(tokens[[0, 1, 4, 5, 2, 3, 6, 7]], data=1)
 many = values(tokens, fsdp=2, tensor=2, context=2)
 assert one["sequences"] == many["sequences"] == 4

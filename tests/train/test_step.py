@@ -1,4 +1,4 @@
-"""The step: accumulation, schedule, decay, and what happens to steps that are not finite."""
+"""The training step: accumulation, schedule, decay, and steps that are not finite."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_accumulation_equals_the_big_batch(accumulation, weighted):
     for one, other in zip(measured, measured_parts, strict=True):
         assert one.learning_rate == other.learning_rate
         np.testing.assert_allclose(one.loss, other.loss, rtol=1e-6)
-    # Adam divides by |gradient| + 1e-9: a sum in another order moves a parameter by a share of η
+    # Adam divides by |gradient| + 1e-9: summing in another order moves a parameter by a part of η
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
 
@@ -79,7 +79,7 @@ def test_one_step_is_optax_adamw():
         np.testing.assert_allclose(one, other, atol=2e-5)  # as above: |gradient| near ε
 
 
-def test_learning_rate_warms_up_and_decays_to_its_share():
+def test_learning_rate_warms_up_and_decays_to_its_final_fraction():
     config = tiny_config(optimizer__warmup_fraction=0.1).optimizer
     rates = np.array([learning_rate(jnp.int32(s), config, 100) for s in range(100)])
     np.testing.assert_allclose(rates[:10], config.learning_rate * np.arange(1, 11) / 10, rtol=1e-6)
@@ -88,12 +88,12 @@ def test_learning_rate_warms_up_and_decays_to_its_share():
     assert learning_rate(jnp.int32(0), config, 1) > 0  # a run of one step learns
 
 
-def test_learning_rate_goes_on_at_the_share_that_was_seen():
+def test_learning_rate_resumes_by_the_tokens_seen():
     config = tiny_config(optimizer__warmup_fraction=0.1).optimizer
     rate = lambda step, total, ahead=0.0: float(
         learning_rate(jnp.int32(step), config, total, ahead)
     )
-    # 50 of 100 steps, then twice as large ones: 25 more, as in a run of 50 such from its 25th on
+    # after 50 of 100 steps, 25 steps twice as large: like the last 25 of a run of 50 such steps
     for step in range(50, 75):
         np.testing.assert_allclose(rate(step, 75, -25.0), rate(step - 25, 50), rtol=1e-6)
 
@@ -113,7 +113,7 @@ def test_decay_reaches_matrices_and_embeddings_only():
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
     config = tiny_config(train__global_batch=8)
     data = batches(4)
-    data[1]["tokens"][3, 5] = 99_999  # no such row: the embedding is NaN
+    data[1]["tokens"][3, 5] = 99_999  # out of range: its embedding is NaN
     state = jax.jit(lambda: initial_state(config))()
     step = jax.jit(make_train_step(config, TOTAL))
     history = []
@@ -146,7 +146,7 @@ def test_bfloat16_stays_close_and_keeps_float32_parameters():
     np.testing.assert_allclose(*losses, rtol=5e-3)  # bfloat16 rounds to 1 part in 256
 
 
-def test_the_optimizer_state_is_made_of_the_parameters_shapes():
+def test_the_optimizer_state_has_the_shapes_of_the_parameters():
     config = tiny_config()
     params = pure.initialise(config.model, jax.random.key(0))
     state = adamw(config.optimizer, config.model).init(params)

@@ -1,4 +1,4 @@
-"""Every row passes on every kind of model; what the cases are made of."""
+"""Every row passes on every kind of model; the contents of the cases."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from cem_jax.config import load_config
 from cem_jax.verify import forces, plain, whole
 from cem_jax.verify.case import config_case, random_case, small_case
 
-# Between them, every value of every switch.
+# Together they cover every value of every switch.
 SWITCHES = {
     "exact diagonal, no P, closed form": {
         "model.attention.diagonal_in_update": "True",

@@ -1,4 +1,4 @@
-"""Break an ingredient of the layers: its rows fail, and the others pass."""
+"""Breaking one ingredient of the layers makes its rows fail, and no others."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from cem_jax.verify import descent, forces, special, whole
 
 @pytest.fixture
 def fresh_caches():
-    """For what is jitted within the library: nothing compiled outlives a mutation."""
+    """Clear compiled functions of the library, so that none outlives a mutation."""
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -137,14 +137,14 @@ def test_another_phi(monkeypatch, name):
 def test_a_bound_on_the_slope_that_does_not_hold(monkeypatch):
     from cem_jax.energy import activation
 
-    for slope in (1.05, 1.2):  # too small, and larger than it need be
+    for slope in (1.05, 1.2):  # too small, and too large
         broken = activation.ACTIVATIONS["silu"]._replace(slope=slope)
         monkeypatch.setitem(activation.ACTIVATIONS, "silu", broken)
         assert failing(special.activation_rows("silu")) == {f"silu: |σ'| at most {slope}"}
 
 
-def test_an_activation_of_the_table_alone(monkeypatch):
-    """z·sigmoid(2z), which `plain` does not know: its rows come with its entry."""
+def test_an_activation_that_only_the_table_knows(monkeypatch):
+    """Add z·sigmoid(2z), which `plain` does not know: the entry alone gives it rows."""
     from cem_jax.energy import activation
 
     silu = activation.ACTIVATIONS["silu"]
@@ -159,7 +159,7 @@ def test_an_activation_of_the_table_alone(monkeypatch):
     assert "swish2: φ = ∫σ, quadrature" in failing(special.activation_rows("swish2"))
 
 
-def test_a_view_of_the_future(monkeypatch, fresh_caches):
+def test_attention_that_sees_the_future(monkeypatch, fresh_caches):
     from cem_jax.kernels import blockwise
 
     distance = blockwise.Blocked.distance
@@ -245,7 +245,7 @@ def test_steps_uphill(monkeypatch):
     assert not any(row.passed for row in rows)
 
 
-def test_half_a_step_falls_less_than_promised(monkeypatch):
+def test_half_a_step_falls_too_little(monkeypatch):
     from cem_jax.model.sublayer import CEMSublayer
 
     update = CEMSublayer.update

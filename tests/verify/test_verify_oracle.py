@@ -1,4 +1,4 @@
-"""The plain model is right by itself, and so are the facts of descent."""
+"""Independent checks of the plain model and of the facts about descent."""
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +21,24 @@ class TestDescent:
         ]
         assert all(row.passed for row in rows)
 
-    def test_what_is_missing_is_said(self):
+    def test_a_fact_names_the_missing_premises(self):
         found = {fact.sublayer: (fact, row) for fact, row in descent.facts(small())}
         fact, row = found["attention"]
         assert row is None and not fact.provable
         for words in ("diagonal_in_update", "preconditioner=", "norm_gradient=at_u"):
             assert words in fact.reason
         assert 0 <= fact.rising <= 1
-        assert "no descent is provable" in report.fact_line(fact)
+        assert "descent is not provable" in report.fact_line(fact)
         assert "norm" in found["mlp"][0].reason
 
-    def test_a_p_for_each_head_proves_nothing_without_a_norm(self):
+    def test_with_one_p_per_head_descent_is_not_provable(self):
         switches = {"model.attention.diagonal": "none", "model.step_norm": "none"}
         fact, row = next(descent.facts(small(**switches)))
         assert row is None and "a P of its own" in fact.reason
         fact, row = next(descent.facts(small(**switches, **{"model.attention.heads": "1"})))
         assert fact.provable and row.passed
 
-    def test_a_large_mlp_step_proves_nothing(self):
+    def test_with_a_large_mlp_step_descent_is_not_provable(self):
         switches = {"model.step_norm": "none", "model.mlp.step_size": "50.0"}
         facts = {fact.sublayer: fact for fact, _ in descent.facts(small(**switches))}
         assert not facts["mlp"].provable
@@ -46,7 +46,7 @@ class TestDescent:
 
 
 class TestOracle:
-    """The plain model is right by itself: its forces are the gradients of its energies."""
+    """The plain model's forces are the gradients of its energies."""
 
     @pytest.mark.parametrize("position", ["alibi", "rope", "none"])
     @pytest.mark.parametrize("diagonal", ["shared", "per_head", "none"])

@@ -1,4 +1,4 @@
-"""Tiny cases of `cem verify`, and what came out of their rows."""
+"""Tiny cases of `cem verify`, and the outcomes of their rows."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def small_config(**overrides):
 
 
 def small(dtypes=("float64",), positions=9, **overrides):
-    """A tiny case of the base configuration."""
+    """Return a tiny case of the base configuration."""
     config = small_config(**overrides)
     return make_case(
         "case", config.model, positions, 0, dtypes, document_mask=config.data.document_mask
@@ -41,7 +41,7 @@ def layer_rows(case):
 
 
 def outcomes(rows):
-    """{check: whether every row of it passed}."""
+    """Return {check: whether all of its rows passed}."""
     found = {}
     for row in rows:
         found[row.check] = found.get(row.check, True) and row.passed
