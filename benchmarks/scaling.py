@@ -97,8 +97,8 @@ def compile_row(step: Step) -> None:
 def table() -> str:
     """The rows as Markdown."""
     head = (
-        "configuration", "devices", "mesh", "tokens a step", "state", "temporaries", "total, GiB",
-        "of it", "GB sent", "overlapped", "step, s", "MFU", "tokens/s a chip",
+        "configuration", "devices", "mesh", "tokens per step", "state", "temporaries", "total, GiB",
+        "of capacity", "GB sent", "overlapped", "step, s", "MFU", "tokens/s per chip",
     )  # fmt: skip
     lines = [head, ["---"] * len(head)]
     for step in STEPS:
