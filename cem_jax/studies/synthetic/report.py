@@ -50,7 +50,7 @@ def _size(models, name: str) -> tuple[str, str, str]:
 
 
 def draw(kernels: dict[str, dict[str, Any]], picture: Path) -> None:
-    """RMSE against T, a panel a kernel, as a PNG: mean and standard deviation over seeds."""
+    """Plot RMSE against T to a PNG, one panel per kernel: mean and deviation over the seeds."""
     from cem_jax.studies.figures.pictures import canvas  # matplotlib: not for --dry-run
 
     figure = canvas(3.2 * len(kernels), 3.4)
