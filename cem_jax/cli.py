@@ -1,4 +1,4 @@
-"""`cem <command>`: parse the arguments, run the command, and turn what happens into an exit code.
+"""`cem <command>`: parse the arguments, run the command, and return an exit code.
 
 Exit codes: 0 done · 2 the user's input (`cem: error: …` lines, no traceback) · 130 interrupted ·
 1 anything else, including a failed verification and a step that does not fit.
@@ -54,7 +54,7 @@ def _status(argv: Sequence[str]) -> int:
 
 
 def _is_interruption(error: BaseException | None) -> bool:
-    """Modules in C turn a KeyboardInterrupt that arrives while they load into an ImportError."""
+    """Return whether Ctrl-C caused it: while a C module loads, it becomes an ImportError."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -66,7 +66,7 @@ def _interrupted() -> int:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the command's arguments, checked. Raises UserError with every problem that is found.
+    """Parse and check a command's arguments. Raises UserError with every problem found.
 
     A command with --config gets `overrides`, the (dotted field, text) pairs of its flags.
     """
@@ -89,7 +89,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _dispatch(args: argparse.Namespace) -> int:
-    """Run the command; in a process that leaves the result to another one to report, it is None."""
+    """Run the command, print its result if --json is given, and return the exit code."""
     if not args.json:
         result = args.run(args)
     else:
@@ -100,6 +100,7 @@ def _dispatch(args: argparse.Namespace) -> int:
         if result is not None:
             print(json.dumps(plain(result), allow_nan=False))
     sys.stdout.flush()
+    # None: another process reports the result.
     verdicts = () if result is None else (result.get("passed"), result.get("fits"))
     return 1 if any(verdict is False for verdict in verdicts) else 0
 
@@ -110,7 +111,7 @@ def _complain(*messages: str) -> None:
 
 
 def _output_fails() -> bool:
-    """Whether standard output takes nothing more, such as a file on a full disk."""
+    """Return whether standard output accepts no more, such as a file on a full disk."""
     try:
         print(flush=True)
     except OSError:
@@ -120,13 +121,13 @@ def _output_fails() -> bool:
 
 
 def _drop_output() -> None:
-    """Let the interpreter's last flush of standard output succeed, for nobody."""
+    """Discard standard output, so that the interpreter's last flush of it succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr what Python code, and libraries below it, write to standard output."""
+    """Redirect to stderr what Python code and the libraries below it write to stdout."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)
@@ -139,7 +140,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is a UserError instead of a usage text and an exit."""
+    """An ArgumentParser that raises UserError instead of printing usage and exiting."""
 
     def __init__(self, **settings: Any):
         super().__init__(
@@ -166,7 +167,7 @@ def _explain_stray(argument: str, takes_overrides: bool) -> str:
 
 
 def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
-    """Return the whole parser, and those of the commands by name."""
+    """Return the whole parser, and the commands' own parsers by name."""
     parser = _Parser(
         prog="cem", description="Pretrain and verify Causal Energy Minimization language models."
     )

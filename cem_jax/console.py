@@ -1,4 +1,4 @@
-"""Standard streams that do not end long work when they are closed, full or unread."""
+"""Standard streams that do not end a long run when they are closed, full or unread."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ _STREAMS = ("stdout", "stderr")
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """Let sys.stderr accept everything, and neither stream be None, within the context.
+    """Within the context, make sys.stderr accept every write and neither stream None.
 
-    Progress lines are for whoever reads them; a run of days continues when nobody does any more.
-    What a command was asked for goes to standard output, where a failure is still reported.
+    A run of days must continue when nobody reads its progress lines any more. A command's result
+    goes to standard output, where a failure is still reported.
     """
     _open_missing()
     before = sys.stderr
@@ -26,10 +26,10 @@ def lasting() -> Iterator[None]:
 
 
 def _open_missing() -> None:
-    """Open those of the descriptors 0 to 2 that are closed on /dev/null.
+    """Open /dev/null on each of the descriptors 0 to 2 that is closed.
 
-    Otherwise the next files to be opened would get them, and with them what libraries write to
-    standard error.
+    Otherwise the next files opened would get these numbers, and libraries would write their
+    messages into them.
     """
     for number in range(3):
         try:
@@ -41,7 +41,7 @@ def _open_missing() -> None:
                 os.close(opened)
     for number, name in enumerate(_STREAMS, 1):
         if getattr(sys, name) is None:
-            stream = open(number, "w", closefd=False)  # noqa: SIM115 (as long as the process)
+            stream = open(number, "w", closefd=False)  # noqa: SIM115 (open until the process ends)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
 
@@ -56,7 +56,7 @@ class _Diagnostics:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):  # a ValueError: it has been closed
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
             self._stream.write(text)
         return len(text)
 

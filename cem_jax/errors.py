@@ -2,7 +2,7 @@
 
 
 class UserError(Exception):
-    """A fault in a config, a flag or a data file, told in plain lines.
+    """A mistake in a config, a flag or a data file, explained in plain lines.
 
     The command line prints each message as `cem: error: …` and exits with status 2.
     """
@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 class RunFailed(Exception):
-    """A run that cannot go on though the user's input is sound, such as one that diverged.
+    """A run that cannot continue although the user's input is sound, such as one that diverged.
 
     The command line prints it as `cem: error: …` and exits with status 1.
     """

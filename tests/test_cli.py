@@ -118,7 +118,7 @@ def test_bad_flags(flags, words, command, capsys):
     ("flags", "words"),
     [
         ([], "needs --input, --tokenizer, --output (or --check DIR)"),
-        (["--check", "d", "--output", "o"], "--check goes without --output"),
+        (["--check", "d", "--output", "o"], "--check cannot be combined with --output"),
     ],
 )
 def test_flags_of_prepare_that_do_not_go_together(flags, words, capsys):

@@ -1,8 +1,8 @@
 """The commands of `cem`, one module each.
 
 A module's `add(commands)` declares the command and its arguments on argparse's subparsers, and its
-`run(args)` does the work. Whatever is slow to import is imported inside `run`, so that `cem --help`
-and mistakes in flags are answered at once.
+`run(args)` does the work. Slow imports are made inside `run`, so that `cem --help` and mistakes in
+flags are answered at once.
 """
 
 COMMANDS = (
@@ -20,4 +20,4 @@ COMMANDS = (
     "synthetic",
     "report",
     "demo",
-)  # the modules, in the order in which `cem --help` lists them
+)  # modules, in the order in which `cem --help` lists them

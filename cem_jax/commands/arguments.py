@@ -1,6 +1,6 @@
-"""What the arguments of several commands have in common: types of values, and repeated flags.
+"""Argument types and flags that several commands share.
 
-A type checks a value as configuration fields are checked; argparse reports what is wrong with it.
+The types check values as configuration fields are checked; argparse reports what is wrong.
 """
 
 import argparse
@@ -17,7 +17,7 @@ def number(kind: type, **limits: float) -> Callable[[str], Any]:
     """Return an argparse type for an int or float within the `limits` of `config.values.Range`."""
 
     def convert(text: str) -> Any:
-        from cem_jax.config.values import Range, parse  # here: `cem --help` needs no configuration
+        from cem_jax.config.values import Range, parse  # slow, and unused by `cem --help`
 
         try:
             return parse(text, Annotated[kind, Range(**limits)])
@@ -33,7 +33,7 @@ SEED = number(int, low=0, high=2**32 - 1)
 
 
 def text(argument: str) -> str:
-    """An argparse type for paths and names: not empty, valid UTF-8."""
+    """Check a path or name, as an argparse type: not empty, valid UTF-8."""
     if not argument:
         raise argparse.ArgumentTypeError("is empty")
     try:
@@ -44,18 +44,18 @@ def text(argument: str) -> str:
 
 
 def place(argument: str) -> str:
-    """An argparse type for a path or the URL of one."""
-    argument = os.path.expanduser(text(argument))  # the shell leaves the ~ of --workdir=~/run alone
+    """Check a path or URL, as an argparse type, and expand its `~`."""
+    argument = os.path.expanduser(text(argument))  # no shell expands --workdir=~/run
     if _ALMOST_URL.match(argument):
         raise argparse.ArgumentTypeError(
-            f"{argument}: a URL has two slashes after its colon; if a local path is meant, write "
+            f"{argument}: a URL has two slashes after its colon; for a local path, write "
             f"./{argument}"
         )
     return argument
 
 
 def local_path(argument: str) -> str:
-    """An argparse type for a path that cannot be a URL."""
+    """Check a local path, as an argparse type."""
     argument = place(argument)
     if "://" in argument:
         raise argparse.ArgumentTypeError(f"{argument}: must be a local path, not a URL")
@@ -75,7 +75,7 @@ def add_step(command: argparse.ArgumentParser) -> None:
 
 
 def add_recursion(command: argparse.ArgumentParser) -> None:
-    """Add --attention-steps and --mlp-steps, which replace the T that the run was trained with."""
+    """Add --attention-steps and --mlp-steps, which replace the T the run was trained with."""
     for sublayer in ("attention", "mlp"):
         command.add_argument(
             f"--{sublayer}-steps",
@@ -95,7 +95,7 @@ def add_config(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a Python file with get_config(), or FILE:ARGUMENT",
     )
-    take_overrides(command)
+    command.set_defaults(overrides=[])
 
 
 def add_figures(command: argparse.ArgumentParser, *, required: bool) -> None:
@@ -106,20 +106,15 @@ def add_figures(command: argparse.ArgumentParser, *, required: bool) -> None:
         nargs="+",
         required=required,
         metavar="FILE",
-        help="Python files with get_sweep(size), or FILE:SIZE; configs/paper/ has the paper's",
+        help="Python files with get_sweep(size), or FILE:SIZE; the paper's are in configs/paper/",
     )
     command.add_argument(
         "--size",
         type=text,
         metavar="SIZE",
-        help="paper: all the paper's; mini: minutes per run; ladder: four of minutes to hours; "
-        "86m … 256m, 0.3m … 2.6m: that one",
+        help="paper: all of the paper's; mini: minutes per run; ladder: four, minutes to hours; "
+        "86m … 256m, 0.3m … 2.6m: only that one",
     )
-    take_overrides(command)
-
-
-def take_overrides(command: argparse.ArgumentParser) -> None:
-    """Give the command `args.overrides`, the (dotted field, text) pairs of its --config.* flags."""
     command.set_defaults(overrides=[])
 
 
@@ -131,16 +126,16 @@ def add_inputs(command: argparse.ArgumentParser, *, required: bool) -> None:
         nargs="+",
         required=required,
         metavar="PATH",
-        help="files, folders, globs, or URLs of them (gs://, s3://, hf://, with fsspec): .txt (a "
-        "file is a document), .jsonl, .json (an array, or lines) and .parquet, each also packed "
-        "as .gz, .zst, .xz or .bz2",
+        help="files, folders, globs, or URLs of them (gs://, s3://, hf://, with fsspec): .txt (one "
+        "document per file), .jsonl, .json (an array, or lines) and .parquet, optionally "
+        "compressed as .gz, .zst, .xz or .bz2",
     )
     command.add_argument(
         "--text-column",
         type=text,
         default="text",
         metavar="NAME",
-        help="field of .jsonl, .json and .parquet records; a.b is a field in a field "
+        help="field of .jsonl, .json and .parquet records; a.b is field b of field a "
         "(default: %(default)s)",
     )
 
@@ -150,7 +145,7 @@ def split_overrides(
 ) -> tuple[list[str], list[tuple[str, str]], list[str]]:
     """Separate `--config.a.b=value` and `--config.a.b value` from a command's other arguments.
 
-    Returns the other arguments, the (dotted field, text) pairs in order, and problems.
+    Returns the other arguments, the (dotted field, text) pairs in order, and the problems found.
     """
     rest: list[str] = []
     pairs: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""`cem compile`: compile the training step for hardware that is not here: does it fit, how fast?"""
+"""`cem compile`: compile the training step for absent hardware: does it fit, how fast is it?"""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def add(commands: Any) -> None:
     command = commands.add_parser(
-        "compile", help="compile the training step for hardware that is not here: does it fit?"
+        "compile", help="compile the training step for hardware you do not have: does it fit?"
     )
     add_config(command)
     command.add_argument(
@@ -33,9 +33,9 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Print what was found and return it.
+    """Print the findings and return them.
 
-    Raises UserError: the configuration, or no such topology, or its compiler is missing.
+    Raises UserError for a faulty configuration, an unknown topology or a missing compiler.
     """
     from cem_jax.aot.report import described, rendered, rendered_choice
     from cem_jax.aot.suggest import overrides_of, suggestions
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _compile_aloud(config: "Config", topology: "Topology") -> "Compiled":
-    """`compile_step`, which may take minutes, announced on stderr."""
+    """Call `compile_step`, which may take minutes, and announce it on stderr."""
     from cem_jax.aot.step import compile_step
 
     sizes = config.to_dict()["mesh"].items()

@@ -1,7 +1,7 @@
-"""`make demo`: the main job from raw text to a trained model, on text that every machine has.
+"""`make demo`: the whole path from raw text to a trained model, on text that every machine has.
 
-The corpus is the Python standard library's own sources. Each stage leaves its result in the run's
-directory and is skipped when it is there, so running the demo again resumes it.
+The corpus is the source code of Python's standard library. Each stage leaves its result in the
+run's directory and is skipped if the result exists, so rerunning the demo resumes it.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from cem_jax.commands.prepare import print_splits
 from cem_jax.errors import UserError
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.py"
-HELD_OUT = 16  # one file in so many is never trained on
+HELD_OUT = 16  # one file in this many is never trained on
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 PROMPT = "def read_lines(path):\n"
 
@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> dict:
-    """All stages; prints the final table and returns its numbers."""
+    """Run all stages, print the final table and return its numbers."""
     from cem_jax.config import load_config
     from cem_jax.model import pure
     from cem_jax.runs.curve import draw_loss_curve
@@ -62,14 +62,19 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def make_dataset(workdir: Path, vocab_size: int, out: TextIO) -> Path:
-    """Make corpus, tokenizer and dataset in `workdir`, as far as they are missing."""
+    """Make the missing ones of corpus, tokenizer and dataset in `workdir`; return the dataset."""
     from cem_jax.data.corpus.prepare import prepare
     from cem_jax.data.corpus.tokenizer_training import train_tokenizer
 
     corpus, dataset = workdir / "corpus", workdir / "dataset"
     model = workdir / "demo-tokenizer.model"
-    learn = lambda: train_tokenizer([str(corpus)], model, vocab_size, out=out)
-    encode = lambda: print_splits(prepare([str(corpus)], model, dataset, workers=2), out)
+
+    def learn() -> None:
+        train_tokenizer([str(corpus)], model, vocab_size, out=out)
+
+    def encode() -> None:
+        print_splits(prepare([str(corpus)], model, dataset, workers=2), out)
+
     _stage(corpus, "corpus", lambda: copy_corpus(standard_library(), corpus), out)
     _stage(model, "tokenizer", learn, out)
     _stage(dataset, "dataset", encode, out)
@@ -77,14 +82,14 @@ def make_dataset(workdir: Path, vocab_size: int, out: TextIO) -> Path:
 
 
 def standard_library() -> Path:
-    """Where this Python keeps its own modules."""
+    """Return the directory of this Python's own modules."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def copy_corpus(source: Path, corpus: Path) -> None:
-    """The modules as `corpus`/train and `corpus`/validation; a hash of a file's path decides.
+    """Copy the modules to `corpus`/train or `corpus`/validation, by a hash of their paths.
 
-    Raises UserError when this Python comes without its sources.
+    Raises UserError when this Python is installed without its sources.
     """
     partial = corpus.with_name(corpus.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -106,12 +111,12 @@ def copy_corpus(source: Path, corpus: Path) -> None:
         target.write_text(text, encoding="utf-8", newline="")
         found += 1
     if not found:
-        raise UserError(f"{source}: holds no Python sources; use a Python that comes with them")
+        raise UserError(f"{source}: holds no Python sources; use a Python installed with them")
     partial.rename(corpus)
 
 
 def compressed_sizes(files: list[bytes]) -> dict[str, int]:
-    """Bytes that `gzip -9` and `xz -9` need: every file by itself, and all of them as one."""
+    """Return the bytes that `gzip -9` and `xz -9` need, for each file alone and for all as one."""
     whole = b"".join(files)
     return {
         "gzip_each": sum(len(gzip.compress(data, 9, mtime=0)) for data in files),
@@ -122,7 +127,7 @@ def compressed_sizes(files: list[bytes]) -> dict[str, int]:
 
 
 def summary(workdir: Path, held_out: Path, parameters: int) -> dict:
-    """The numbers of the final table."""
+    """Return the numbers of the final table."""
     from cem_jax.runs.metrics import read_metrics
 
     lines = read_metrics(workdir)
@@ -143,9 +148,9 @@ def summary(workdir: Path, held_out: Path, parameters: int) -> dict:
     }
 
 
-def _stage(result: Path, name: str, make: Callable[[], object], out) -> None:
+def _stage(result: Path, name: str, make: Callable[[], object], out: TextIO) -> None:
     if result.exists():
-        print(f"{name}: {result} is there", file=out)
+        print(f"{name}: {result} exists", file=out)
         return
     result.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -153,19 +158,16 @@ def _stage(result: Path, name: str, make: Callable[[], object], out) -> None:
     print(f"{name}: {result} made in {time.monotonic() - began:.0f} s", file=out)
 
 
-def _print_table(numbers: dict, workdir: Path, sample: str, out) -> None:
+def _print_table(numbers: dict, workdir: Path, sample: str, out: TextIO) -> None:
     from cem_jax.text import aligned
 
     speed = numbers["tokens_per_second"]
     rows = [
-        ("held-out loss", f"{numbers['loss']:.4f} nats a token"),
+        ("held-out loss", f"{numbers['loss']:.4f} nats per token"),
         ("perplexity", f"{numbers['perplexity']:.2f}"),
         ("bits per byte", f"{numbers['bits_per_byte']:.3f}"),
-        (
-            "  gzip -9",
-            f"{numbers['gzip_each']:.3f} each file, {numbers['gzip_whole']:.3f} all as one",
-        ),
-        ("  xz -9", f"{numbers['xz_each']:.3f} each file, {numbers['xz_whole']:.3f} all as one"),
+        ("  gzip -9", f"{numbers['gzip_each']:.3f} by file, {numbers['gzip_whole']:.3f} as one"),
+        ("  xz -9", f"{numbers['xz_each']:.3f} by file, {numbers['xz_whole']:.3f} as one"),
         (
             "held out",
             f"{numbers['held_out_files']} files, {numbers['held_out_bytes'] / 1e6:.2f} MB",
@@ -173,9 +175,9 @@ def _print_table(numbers: dict, workdir: Path, sample: str, out) -> None:
         ("parameters", f"{numbers['parameters']:,}"),
         ("trained on", f"{numbers['tokens']:,} tokens in {numbers['step']:,} steps"),
         ("speed", "not measured" if speed is None else f"{speed:,.0f} tokens/s"),
-        ("time", f"{numbers['seconds']:.0f} s, this time"),
+        ("time", f"{numbers['seconds']:.0f} s, this run"),
         ("written", f"{workdir}/loss.png, {workdir}/sample.txt, {workdir}/metrics.jsonl"),
     ]
     print(file=out)
     print(aligned(rows, "<<"), file=out)
-    print(f"\n--- a sample, from {PROMPT!r} ---\n{sample}", file=out)
+    print(f"\n--- a sample, prompted with {PROMPT!r} ---\n{sample}", file=out)

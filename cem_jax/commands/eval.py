@@ -11,14 +11,14 @@ def add(commands: Any) -> None:
     command = commands.add_parser("eval", help="loss, perplexity and bits per byte of a split")
     add_workdir(command)
     command.add_argument("--split", type=text, metavar="NAME", help="default: eval.split")
-    command.add_argument("--batch", type=COUNT, metavar="N", help="windows at a time")
+    command.add_argument("--batch", type=COUNT, metavar="N", help="windows per batch")
     add_step(command)
     add_recursion(command)
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Print what is measured and return it. Raises what `evaluate` raises."""
+    """Evaluate, print the results and return them. Raises what `evaluate` raises."""
     from cem_jax.runs.evaluation import evaluate
 
     result = evaluate(
@@ -41,7 +41,7 @@ def _print(result: dict[str, Any], out: TextIO) -> None:
         bits = values["bits_per_byte"]
         print(
             f"{name}: loss {values['loss']:.4f}, perplexity {values['perplexity']:.2f}, "
-            + (f"{bits:.4f} bits per byte" if bits is not None else "no bytes to count by")
+            + (f"{bits:.4f} bits per byte" if bits is not None else "bytes unknown")
             + f" ({values['tokens']:,} tokens, {values['bytes']:,} bytes)",
             file=out,
         )

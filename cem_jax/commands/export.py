@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the export; returns {files, parameters, step}. Raises what `export_run` raises."""
+    """Write the export; return {files, parameters, step}. Raises what `export_run` raises."""
     from cem_jax.runs.export import export_run
 
     result = export_run(args.workdir, args.output, step=args.step)

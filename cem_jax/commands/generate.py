@@ -25,7 +25,7 @@ def add(commands: Any) -> None:
         "--prompt",
         type=lambda argument: text(argument) if argument else "",
         metavar="TEXT",
-        help="default: standard input, unless a terminal",
+        help="default: standard input, unless it is a terminal",
     )
     command.add_argument("--max-tokens", type=INDEX, default=128, metavar="N")
     command.add_argument(
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         type=number(float, low=0),
         default=1.0,
         metavar="X",
-        help="0: always the likeliest token (default: %(default)s)",
+        help="0: always the most likely token (default: %(default)s)",
     )
     command.add_argument("--top-k", type=COUNT, metavar="K")
     command.add_argument("--top-p", type=number(float, above=0, high=1), metavar="P")
@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the continuation to stdout as it comes, unless `args.json`, and return it.
+    """Write the continuation to stdout as it is generated, unless `args.json`, and return it.
 
     Raises UserError, before any work, for a run or checkpoint that does not exist and for a prompt
     longer than the context.
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def standard_input() -> str:
-    """Return the prompt from a pipe or file, less one final newline; empty at a terminal.
+    """Return the prompt from a pipe or file without its final newline; empty at a terminal.
 
     Raises UserError when it is not UTF-8.
     """
@@ -94,5 +94,5 @@ def standard_input() -> str:
 def _write(text: str) -> None:
     try:
         print(text, end="", flush=True)
-    except UnicodeEncodeError:  # the terminal's encoding is not UTF-8
+    except UnicodeEncodeError:  # the terminal does not use UTF-8
         print(text.encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding), end="")

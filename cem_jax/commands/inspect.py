@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
         "--devices",
         type=COUNT,
         metavar="N",
-        help="lay the parameters out on so many; default: the fewest the mesh allows",
+        help="shard the parameters over N devices; default: the fewest the mesh allows",
     )
     command.set_defaults(run=run)
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rendered(summary: dict[str, Any]) -> str:
-    """The summary for people."""
+    """Format the summary as tables."""
     tables = [_parameter_table(summary), _twin_table(summary), _memory_table(summary)]
     training = summary["training"]
     if training is not None:
@@ -50,7 +50,7 @@ def _parameter_table(summary: dict[str, Any]) -> str:
 
     layers = summary["layers"]
     mesh = " × ".join(f"{axis} {size}" for axis, size in summary["mesh"].items() if size > 1)
-    rows = [("parameter", "shape", "a layer", "total", "split over", "bytes a device")]
+    rows = [("parameter", "shape", "per layer", "total", "split over", "bytes per device")]
     for name, count in summary["parameters_by_module"].items():
         sharding = summary["shardings"][name]
         stacked = f"{count // layers:,}" if name.startswith("blocks.") else ""
@@ -66,7 +66,7 @@ def _parameter_table(summary: dict[str, Any]) -> str:
         "+".join(LOGICAL_RULES[dim]) for dim in ("batch", "sequence", "heads")
     )
     note = f"""
-mesh: {mesh or "one device"}; all {dtypes}; the optimizer's two moments lie as the parameters do.
+mesh: {mesh or "one device"}; all {dtypes}; the optimizer's two moments are sharded alike.
 The batch is split over {batch}, activations also over {positions}, heads and M over {heads}."""
     return aligned([*rows, total], "<<>><>") + note
 
@@ -77,11 +77,11 @@ def _twin_table(summary: dict[str, Any]) -> str:
     parts = "flops_per_token_by_part"
     names = {
         "parameters": "parameters",
-        "flops_per_token": "FLOPs a token, forward",
+        "flops_per_token": "FLOPs per token, forward",
         **{f"{parts}.{part}": f"  {part}" for part in summary[parts]},
-        "training_flops_per_token": "FLOPs a token, training",
-        "folding_flops_per_pass": "FLOPs a pass, folding P",
-        "cache_bytes_per_token": "decode cache, bytes a token",
+        "training_flops_per_token": "FLOPs per token, training",
+        "folding_flops_per_pass": "FLOPs per pass, folding P",
+        "cache_bytes_per_token": "decode cache, bytes per token",
     }
     rows = [("", "this model", "Llama twin", "ratio")]
     for key, words in names.items():
@@ -100,8 +100,8 @@ def _memory_table(summary: dict[str, Any]) -> str:
     rows = [("memory in training", "MiB")]
     rows += [(names.get(part, part), format_mib(size)) for part, size in memory.items()]
     return aligned(rows, "<>") + (
-        "\nof all devices together; activations: what JAX keeps of a microbatch for the backward"
-        "\npass, an estimate: XLA may keep less, and needs working memory besides"
+        "\nsummed over devices; activations: what JAX keeps of a microbatch for the backward pass,"
+        "\nan estimate: XLA may keep less, and needs working memory besides"
     )
 
 

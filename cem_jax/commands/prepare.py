@@ -21,8 +21,8 @@ def add(commands: Any) -> None:
         "--output",
         type=local_path,
         metavar="DIR",
-        help="the dataset; it appears once it is complete, and the same command continues one that "
-        "was interrupted; on a complete one it says so, and another command is refused",
+        help="the dataset, which appears once complete; rerun the command to continue an "
+        "interrupted one; one that another command made is refused",
     )
     command.add_argument(
         "--separator",
@@ -35,14 +35,14 @@ def add(commands: Any) -> None:
         type=text,
         metavar="NAME",
         help="field whose values name sources, such as meta.redpajama_set_name: each becomes a "
-        "stream of its own, to be weighted in data.mixture and evaluated by itself",
+        "stream of its own, which data.mixture can weight and which is evaluated separately",
     )
     command.add_argument(
         "--validation-fraction",
         type=number(float, low=0, below=1),
         default=0.01,
         metavar="F",
-        help="share of the documents, chosen by hash, that becomes the validation split "
+        help="share of the documents, chosen by hash, that goes to the validation split "
         "(default: %(default)s)",
     )
     command.add_argument(
@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Prepare or check a dataset, print its splits and return their counts.
 
-    Raises UserError for flags that exclude each other, and what `prepare` and `check_dataset` do.
+    Raises UserError for flags that exclude each other, and what `prepare` or `check_dataset` does.
     """
     _require_flags(args)
     from cem_jax.data.corpus.prepare import prepare, totals
@@ -107,7 +107,7 @@ def _require_flags(args: argparse.Namespace) -> None:
     given = [flag for flag, value in needed.items() if value is not None]
     missing = [flag for flag in needed if flag not in given]
     if args.check is not None and given:
-        raise UserError(f"--check goes without {', '.join(given)}")
+        raise UserError(f"--check cannot be combined with {', '.join(given)}")
     if args.check is None and missing:
         raise UserError(f"prepare needs {', '.join(missing)} (or --check DIR)")
 

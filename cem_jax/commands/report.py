@@ -1,4 +1,4 @@
-"""`cem report`: figures from the runs that are there, as pictures, tables and one page."""
+"""`cem report`: draw figures from the runs that exist, as images, tables and one page."""
 
 import argparse
 import sys
@@ -10,8 +10,8 @@ from cem_jax.commands.arguments import add_figures, local_path, place
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "report",
-        help="draw figures from the runs that are there: PNG, CSV and one HTML page",
-        epilog="Give the fields that the sweep set for all runs again: --config.FIELD=VALUE",
+        help="draw figures from the runs that exist: PNG, CSV and one HTML page",
+        epilog="Repeat the fields that the sweep set for all runs: --config.FIELD=VALUE",
     )
     command.add_argument(
         "--workdir",

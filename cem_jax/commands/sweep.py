@@ -1,4 +1,4 @@
-"""`cem sweep`: the runs of figures, one after the other, or as commands for a job array."""
+"""`cem sweep`: train the runs of figures in sequence, or print commands for a job array."""
 
 import argparse
 from typing import Any
@@ -9,10 +9,10 @@ from cem_jax.commands.arguments import COUNT, add_figures, place
 def add(commands: Any) -> None:
     command = commands.add_parser(
         "sweep",
-        help="train all runs of figures; the same command again resumes",
+        help="train all runs of figures; rerun the command to resume",
         epilog="""A field that no figure compares can be set for all runs: --config.data.path=DIR
 One that changes what is trained, such as model.dim, also changes the name of each run's
-directory, which has a hash of such fields in it. The size's name stays: with
+directory, which contains a hash of such fields. The size keeps its name: with
 --config.model.dim=32 labels still say mini.""",
     )
     add_figures(command, required=True)
@@ -38,20 +38,20 @@ directory, which has a hash of such fields in it. The size's name stays: with
         "--results",
         type=place,
         metavar="DIR",
-        help="also keep a small JSON file per run here; runs whose file is there are skipped",
+        help="also keep a small JSON file per run here, and skip runs whose file exists",
     )
     command.add_argument(
         "--print-commands",
         action="store_true",
-        help="run nothing; print the `cem train` command of each run that is not finished",
+        help="run nothing; print the `cem train` command of each unfinished run",
     )
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Return {runs: the table, passed: whether no run failed}, or {commands: …}.
+    """Run the sweep and return {runs: the table, passed: whether no run failed}, or {commands: …}.
 
-    Raises UserError, before anything runs, for what is wrong with a figure, a flag or the data.
+    Raises UserError, before anything runs, for a mistake in a figure, a flag or the data.
     """
     from cem_jax.studies.figures.grid import at_rates, read_sweep, runs_of
     from cem_jax.studies.figures.sweep import commands, sweep

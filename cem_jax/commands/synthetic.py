@@ -15,20 +15,20 @@ def add(commands: Any) -> None:
         "synthetic",
         help="Table 3: recursion on functions drawn from Gaussian processes",
         description="Six small regressors on functions drawn from Gaussian processes. Finished "
-        "kernels are kept in the work directory; the same command again resumes.",
+        "kernels are kept in the work directory; rerun the command to resume.",
     )
     command.add_argument(
         "--kernels", nargs="+", choices=KERNELS, default=KERNELS, metavar="NAME",
-        help=f"of {', '.join(KERNELS)} (default: all)",
+        help=f"any of {', '.join(KERNELS)} (default: all)",
     )  # fmt: skip
     command.add_argument(
-        "--seeds", type=COUNT, default=3, metavar="N", help="functions of each kernel (3)"
+        "--seeds", type=COUNT, default=3, metavar="N", help="functions per kernel (3)"
     )
     command.add_argument(
-        "--steps", type=COUNT, default=10_000, metavar="N", help="of training (10000)"
+        "--steps", type=COUNT, default=10_000, metavar="N", help="training steps (10000)"
     )
     command.add_argument(
-        "--points", type=COUNT, default=20_000, metavar="N", help="to train on (20000)"
+        "--points", type=COUNT, default=20_000, metavar="N", help="training points (20000)"
     )
     command.add_argument(
         "--workdir",
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--dry-run",
         action="store_true",
-        help="show each model's parameters, and FLOPs of a forward pass of 100 points; then stop",
+        help="show each model's parameters and FLOPs of a forward pass of 100 points, then stop",
     )
     command.set_defaults(run=run)
 

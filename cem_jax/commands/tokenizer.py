@@ -16,21 +16,21 @@ def add(commands: Any) -> None:
         "--model-type",
         choices=("bpe", "unigram"),
         default="bpe",
-        help="both with byte fallback, so that any text can be written (default: %(default)s)",
+        help="both have byte fallback, so that any text can be encoded (default: %(default)s)",
     )
     command.add_argument(
         "--sample-mb",
         type=COUNT,
         default=32,
         metavar="N",
-        help="megabytes of text to learn from, taken from all files in equal shares; learning "
-        "takes about 20 times that in memory (default: %(default)s)",
+        help="megabytes of text to train on, in equal shares from all files; training needs "
+        "about 20 times that in memory (default: %(default)s)",
     )
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the tokenizer and return what it has learned. Raises what `train_tokenizer` raises."""
+    """Train and write the tokenizer; return its numbers. Raises what `train_tokenizer` raises."""
     from cem_jax.data.corpus.tokenizer_training import train_tokenizer
 
     return train_tokenizer(

@@ -7,26 +7,26 @@ from cem_jax.commands.arguments import COUNT, INDEX, add_config, add_workdir, pl
 
 
 def add(commands: Any) -> None:
-    command = commands.add_parser("train", help="pretrain; the same command again resumes")
+    command = commands.add_parser("train", help="pretrain; rerun the command to resume")
     add_config(command)
     add_workdir(command)
     command.add_argument(
         "--init-from",
         type=place,
         metavar="RUN",
-        help="begin with the parameters of this run's newest checkpoint, by name",
+        help="start from the parameters of this run's newest checkpoint, matched by name",
     )
     group = command.add_argument_group(
         "several processes", "Not needed under SLURM or on TPU VMs; see launch/README.md."
     )
-    group.add_argument("--coordinator", type=text, metavar="HOST:PORT", help="of process 0")
-    group.add_argument("--processes", type=COUNT, metavar="N", help="how many there are")
-    group.add_argument("--process", type=INDEX, metavar="I", help="this one, from 0")
+    group.add_argument("--coordinator", type=text, metavar="HOST:PORT", help="process 0's")
+    group.add_argument("--processes", type=COUNT, metavar="N", help="their number")
+    group.add_argument("--process", type=INDEX, metavar="I", help="this one's index, from 0")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Train to the end; returns {step, loss, checkpoint}, and None in all processes but the first.
+    """Train to the end; return {step, loss, checkpoint}, or None in all processes but the first.
 
     Raises what `train` raises, and UserError for a faulty configuration or process flags.
     """

@@ -1,4 +1,4 @@
-"""Overrides among a command's arguments."""
+"""Config overrides among a command's arguments."""
 
 import pytest
 

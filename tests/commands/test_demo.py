@@ -37,7 +37,7 @@ def test_compressed_sizes_are_those_of_the_compressors():
 
 
 def test_the_curve_compares_like_with_like(tmp_path, monkeypatch):
-    """A part of the held-out files, evaluated on the way, and the whole of them are not joined."""
+    """Losses of a part of the held-out files and of all of them are not joined into one curve."""
     drawn = {}
 
     def plot(self, x, y, *style, label="", **more):
