@@ -1,9 +1,9 @@
-"""The configuration as frozen, validated dataclasses, and how files and flags become one.
+"""The configuration as frozen, validated dataclasses, built from a file and flags.
 
     schema    the fields, their types and ranges; loading a configuration
-    rules     what must hold between fields
-    values    how a field's value is read and checked
-    names     which field may be meant by a name that is none
+    rules     constraints between fields
+    values    reading and checking one field's value
+    names     suggestions for names that are not fields
     file      running a configuration file
 
 `configs/base.py` says what each field means.

@@ -17,24 +17,24 @@ from cem_jax.errors import UserError
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
-# What a file with each of these functions is, and which commands take it.
+# The kinds of files, by the function they define, and the commands that take them.
 _KINDS = {
-    "get_config": "one model's: `cem train`, `cem verify`, `cem inspect` and `cem compile` take it",
-    "get_sweep": "a figure's: `cem sweep` and `cem report` take it",
+    "get_config": "a model, for `cem train`, `cem verify`, `cem inspect` and `cem compile`",
+    "get_sweep": "a figure, for `cem sweep` and `cem report`",
 }
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """Return what `get_config()` in the file returns, as nested dicts.
+    """Return the result of the file's `get_config()` as nested dicts.
 
-    Raises UserError as `call_in_file` does, and when that is no ConfigDict.
+    Raises UserError as `call_in_file` does, and when the result is not a ConfigDict.
     """
 
     def as_dict(config: Any) -> dict[str, Any]:
         if not isinstance(config, ml_collections.ConfigDict):
             raise UserError(
-                f"{split_argument(path)[0]}: get_config() must return a ml_collections.ConfigDict, "
-                f"not {type(config).__name__}"
+                f"{split_argument(path)[0]}: get_config() must return an "
+                f"ml_collections.ConfigDict, not {type(config).__name__}"
             )
         return config.to_dict()
 
@@ -44,16 +44,16 @@ def read_config_file(path: str) -> dict[str, Any]:
 def call_in_file(path: str, function: str, use: Callable[[Any], Any]) -> Any:
     """Call `function()` in `file.py`, or `function(argument)` in `file.py:argument`.
 
-    Returns `use(result)`, whose errors are the file's too. The file may import its neighbours by
-    name, and the shipped configurations as `from configs import base`, whatever the working
-    directory. Raises UserError, which names the file, and the line if there is one, when the file
-    is missing, fails, or has no such function; then also which commands take it.
+    Returns `use(result)`, whose errors count as the file's. The file may import its neighbours by
+    name, and the shipped configurations as `from configs import base`, from any working directory.
+    Raises UserError when the file is missing, fails, or has no such function; it names the file,
+    the line if possible, and the commands that take a file of the other kind.
     """
     file, argument = split_argument(path)
     if file.is_dir():
-        raise UserError(f"{file}: a directory; a configuration is a Python file")
+        raise UserError(f"{file}: is a directory, not a Python file")
     if file.suffix != ".py":
-        raise UserError(f"{file}: not a Python file; a configuration is one ending in .py")
+        raise UserError(f"{file}: not a Python file: its name should end in .py")
     try:
         source = file.read_bytes()
     except OSError as error:
@@ -95,16 +95,16 @@ def _run(file: Path, source: bytes, function: str, argument: list[str]) -> Any:
 
 
 def _other_kind(module: types.ModuleType) -> str:
-    """What the file is instead, where it is of another kind than the command takes."""
+    """Describe the file if it is of another kind than the command takes."""
     return "".join(
-        f", but {name}(): it is {kind}"
+        f", but {name}(): it describes {kind}"
         for name, kind in _KINDS.items()
         if callable(getattr(module, name, None))
     )
 
 
 def _located(error: BaseException, file: Path) -> str:
-    """`file:line: what happened`, at the last line of the user's own code that was involved."""
+    """Return `file:line: error`, with the last line of the user's own code in the traceback."""
     what = f"{type(error).__name__}: {error}".strip().replace("\n", " ")
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
@@ -117,8 +117,8 @@ def _located(error: BaseException, file: Path) -> str:
 def _importable(folder: Path) -> Iterator[None]:
     """Let code in `folder` import its neighbours and `configs`, and forget them afterwards.
 
-    `configs` is a namespace package: every folder of that name above the file, and the one beside
-    the installed package, make up one.
+    `configs` is a namespace package made of every folder of that name above the file and the one
+    beside the installed package.
     """
     above = [f for f in (folder, *folder.parents, _CHECKOUT) if (f / "configs").is_dir()]
     path_before, modules_before = list(sys.path), dict(sys.modules)

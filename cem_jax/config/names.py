@@ -1,13 +1,13 @@
-"""Explain a name that is no field of the configuration, and guess which field was meant."""
+"""Suggestions for names that are not fields of the configuration."""
 
 import difflib
 from collections.abc import Collection, Iterable
 
-_ALIKE = 0.75  # of names' last parts, as difflib measures it: a letter or two in five
-_WHOLE = 0.85  # of whole dotted names
-_MOST = 3  # fields named; more are no answer
+_ALIKE = 0.75  # least difflib ratio of names' last parts: one or two letters in five may differ
+_WHOLE = 0.85  # least ratio of whole dotted names
+_MOST = 3  # suggestions; more would not help
 
-# What other programs call our fields. If several match, those in the section that was typed win.
+# Other programs' names for our fields. If several match, those in the section the user typed win.
 SYNONYMS = {
     field: tuple(words.split())
     for field, words in {
@@ -63,7 +63,7 @@ SYNONYMS = {
 
 
 def unknown(name: str, fields: Collection[str]) -> str:
-    """Say that `name` is none of the dotted `fields`, and which are near it or mean the same."""
+    """Return the message for a name that is not among the dotted `fields`, with suggestions."""
     inside = [field[len(name) + 1 :] for field in fields if field.startswith(name + ".")]
     if inside:
         children = dict.fromkeys(field.partition(".")[0] for field in inside)
@@ -74,7 +74,7 @@ def unknown(name: str, fields: Collection[str]) -> str:
 
 
 def _meant(name: str, fields: Collection[str]) -> list[str]:
-    """The fields that someone who writes `name` may mean."""
+    """Return the fields that a user who writes `name` may mean."""
     section, _, last = name.lower().rpartition(".")
     ends: dict[str, list[str]] = {}
     for field in fields:
@@ -89,7 +89,7 @@ def _meant(name: str, fields: Collection[str]) -> list[str]:
 
 
 def _nearest(section: str, found: Iterable[str]) -> list[str]:
-    """Those of the fields in the section itself, else of those below it, else all."""
+    """Return those of the fields that are in the section itself, else those below it, else all."""
     found = list(found)
     own = [field for field in found if field.rpartition(".")[0] == section]
     return own or [field for field in found if field.startswith(f"{section}.")] or found

@@ -1,6 +1,6 @@
-"""What must hold between the fields of a configuration, each rule with the numbers in its message.
+"""Constraints between the fields of a configuration.
 
-A rule reads fields by attribute and yields messages.
+A rule reads fields by attribute and yields messages, which give the numbers.
 """
 
 import math
@@ -15,7 +15,7 @@ from cem_jax.sharding.divide import Size, nearest_divisors, size_faults, undivid
 def violations(c: Any, *, partial: bool) -> Iterator[str]:
     """Yield the message of every rule that the configuration `c` breaks.
 
-    A `partial` one lacks fields that are themselves faulty: rules that read one are skipped.
+    A `partial` configuration lacks the fields that are invalid; rules that read one are skipped.
     """
     for rule in _RULES:
         try:
@@ -42,13 +42,7 @@ def _heads(c: Any) -> Iterator[str]:
 
 def _tau(c: Any) -> Iterator[str]:
     tau = c.model.attention.tau
-    if tau in ("sqrt_head_dim", "sqrt_model_dim"):
-        return
-    try:
-        number = float(tau)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
+    if tau not in ("sqrt_head_dim", "sqrt_model_dim") and not _is_positive(tau):
         yield (
             "model.attention.tau: expected sqrt_head_dim, sqrt_model_dim or a decimal greater than "
             f"0, got {tau!r}"
@@ -72,11 +66,7 @@ def _data_source(c: Any) -> Iterator[str]:
 def _mixture(c: Any) -> Iterator[str]:
     for entry in c.data.mixture:
         directory, _, weight = entry.rpartition("=")
-        try:
-            number = float(weight)
-        except ValueError:
-            number = math.nan
-        if not directory or not math.isfinite(number) or number <= 0:
+        if not directory or not _is_positive(weight):
             yield (
                 "data.mixture: expected entries directory=weight with a weight greater than 0, "
                 f"got {entry!r}"
@@ -87,7 +77,7 @@ def _duration(c: Any) -> Iterator[str]:
     if c.train.steps is not None and c.train.tokens is not None:
         yield (
             f"train.steps: set it ({c.train.steps:,}) or train.tokens ({c.train.tokens:,}), "
-            "not both; the other is None"
+            "not both; set the other to None"
         )
 
 
@@ -102,12 +92,12 @@ def _microbatch(c: Any) -> Iterator[str]:
 
 
 def mesh_sizes(c: Any) -> dict[str, int]:
-    """Return the devices along each mesh axis as configured; -1: what the others leave."""
+    """Return the devices along each mesh axis as configured; -1 means the remaining ones."""
     return {axis: getattr(c.mesh, axis) for axis in MESH_AXES}
 
 
 def split_sizes(c: Any) -> list[Size]:
-    """Return every field whose size a mesh may split, with the other rules it is under."""
+    """Return every field whose size a mesh may split, with the other constraints on it."""
     dim, heads, train = c.model.dim, c.model.attention.heads, c.train
     pairs = 2 if c.model.attention.position == "rope" else 1  # an even head dimension
     widest = ("model.dim / 2", dim // 2) if pairs == 2 else ("model.dim", dim)
@@ -129,7 +119,7 @@ def split_sizes(c: Any) -> list[Size]:
 def _split(c: Any) -> Iterator[str]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", c.eval.split):
         yield (
-            "eval.split: expected a split's name, such as validation, of letters, digits, "
+            "eval.split: expected a split's name, such as validation, made of letters, digits, "
             f"'_', '-' and '.', got {c.eval.split!r}"
         )
 
@@ -157,12 +147,19 @@ _RULES = (
     _duration,
     _microbatch,
     lambda c: size_faults(mesh_sizes(c)),
-    # of axes of a stated size; what -1 comes to is known only where the devices are
+    # Only for axes with a given size: -1 can be resolved only where the devices are known.
     lambda c: undivided(split_sizes(c), mesh_sizes(c)),
     _split,
     _profile,
     _cache,
 )
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return math.isfinite(number := float(text)) and number > 0
+    except ValueError:
+        return False
 
 
 def _listed(numbers: list[int]) -> str:

@@ -33,7 +33,7 @@ PreconditionerForm = Literal["symmetric", "psd"]
 PreconditionerInit = Literal["paper", "identity"]
 Update = Literal["autodiff", "closed_form"]
 
-# Pairs of which one field at most is set: setting one by an override unsets the other.
+# Pairs of which at most one is set: an override that sets one unsets the other.
 _ALTERNATIVES = (("train.steps", "train.tokens"), ("data.path", "data.mixture"))
 _UNSET = {"train.steps": None, "train.tokens": None, "data.path": "", "data.mixture": ()}
 
@@ -98,7 +98,7 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """R = D / K."""
+        """The head dimension R = D / K."""
         return self.dim // self.attention.heads
 
     @property
@@ -114,7 +114,7 @@ def with_steps(
 ) -> ModelConfig:
     """Return `model` with other numbers of steps T; None leaves a sublayer as it is.
 
-    Parameters do not depend on T, so those of `model` fit.
+    The parameters do not depend on T, so they stay valid.
     """
     return dataclasses.replace(
         model,
@@ -135,7 +135,7 @@ class DataConfig:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The mixture as {directory: weight}; {path: 1} when there is only a path."""
+        """The mixture as {directory: weight}; {path: 1} if only a path is set."""
         if not self.mixture:
             return {self.path: 1.0} if self.path else {}
         pairs = (entry.rpartition("=") for entry in self.mixture)
@@ -168,14 +168,14 @@ class TrainConfig:
 
     @property
     def accumulation(self) -> int:
-        """Microbatches whose gradients are summed for one update."""
+        """The number of microbatches whose gradients are summed per update."""
         return self.global_batch // (self.microbatch or self.global_batch)
 
     def total_steps(self, tokens_per_step: int, surplus: int = 0) -> int:
-        """Return the updates of the whole run.
+        """Return the number of updates of the whole run.
 
         `surplus`: tokens seen so far minus (steps so far × tokens per step now). Raises UserError
-        when the config does not say how many.
+        when neither steps nor tokens are set.
         """
         if self.steps is not None:
             return self.steps
@@ -222,7 +222,7 @@ class LogConfig:
 class Config:
     """A whole configuration. Construction checks it and raises UserError with every violation.
 
-    NumPy's and JAX's scalars become Python's, also those in a section that `replace` made.
+    NumPy and JAX scalars become Python scalars, even in a section made by `replace`.
     """
 
     seed: Seed
@@ -245,7 +245,7 @@ class Config:
 
     @property
     def total_steps(self) -> int:
-        """Updates of the whole run. Raises UserError when the config does not say how many."""
+        """The number of updates of the whole run. Raises UserError when it is not set."""
         return self.train.total_steps(self.tokens_per_step)
 
     def to_dict(self) -> dict[str, Any]:
@@ -258,13 +258,13 @@ class Config:
         values: Mapping[str, Any],
         overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = (),
     ) -> "Config":
-        """Check and build the configuration of `values`, fields replaced by `overrides`.
+        """Check and build the configuration given by `values`, with `overrides` applied.
 
         Args:
           values: nested, or by dotted names.
-          overrides: (dotted field, text as on the command line) pairs; a value that is no string is
-            taken as it is. Later ones win. Setting `train.steps` unsets `train.tokens` and the
-            other way round, and the same for `data.path` and `data.mixture`.
+          overrides: (dotted field, text as on the command line) pairs; a value that is not a
+            string is taken as is. Later ones win. Setting `train.steps` unsets `train.tokens` and
+            vice versa, and likewise for `data.path` and `data.mixture`.
 
         Raises:
           UserError: with every problem.
@@ -280,10 +280,10 @@ class Config:
         return config
 
     def _take(self, values: Mapping[str, Any], others: Sequence[str] = ()) -> None:
-        """Check the values of dotted fields and hold them.
+        """Check the values of dotted fields and build the sections from them.
 
-        A ValueError in place of a value is what is wrong with it. Raises UserError with every
-        problem, and with the `others` that are known, such as fields that `values` lacks.
+        A ValueError in place of a value is the reason why it is invalid. Raises UserError with
+        every problem, including the `others` found before, such as missing fields.
         """
         clean, problems = {}, []
         for name, value in values.items():
@@ -302,9 +302,9 @@ class Config:
 
 
 def load_config(path: str, overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = ()) -> Config:
-    """Load the configuration of `file.py` or `file.py:argument`, with `overrides`.
+    """Load the configuration in `file.py` or `file.py:argument`, with `overrides` applied.
 
-    Raises UserError with every problem; overrides are those of `Config.from_dict`.
+    They are those of `Config.from_dict`. Raises UserError with every problem.
     """
     return Config.from_dict(read_config_file(path), overrides)
 
@@ -316,12 +316,12 @@ def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def leaves(config: Config) -> dict[str, Any]:
-    """Return every value of `config`, as JSON can hold it, by its dotted name."""
+    """Return every field's value, as JSON can hold it, by dotted name."""
     return flattened(config.to_dict())
 
 
 def flattened(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings or sections by their dotted names."""
+    """Return the values in nested mappings or sections by dotted name."""
     found = {}
     for name, value in (values if isinstance(values, Mapping) else vars(values)).items():
         if dataclasses.is_dataclass(value) or (isinstance(value, Mapping) and value):
@@ -351,9 +351,9 @@ def _hints(section: type) -> dict[str, Any]:
 
 
 def _absent(field: str, given: Mapping[str, Any]) -> str | None:
-    """The field, or the outermost section around it, of which nothing is given."""
+    """Return the field, or the outermost section around it, if nothing of it is given."""
     for name in itertools.accumulate(field.split("."), "{}.{}".format):
-        if name in given:  # or something else is given in place of a section
+        if name in given:  # or some other value is given in place of a section
             return None
         if not any(other.startswith(f"{name}.") for other in given):
             return name
@@ -363,9 +363,9 @@ def _absent(field: str, given: Mapping[str, Any]) -> str | None:
 def _arguments(
     section: type, values: Mapping[str, Any], make: type | None = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """What a section is constructed with, of the dotted `values` that there are.
+    """Return the constructor arguments of a section, as far as the dotted `values` have them.
 
-    `make` takes the place of the classes of the sections in it.
+    `make` replaces the classes of its subsections.
     """
     found = {}
     for name, kind in _hints(section).items():
@@ -378,9 +378,9 @@ def _arguments(
 
 
 def _parsed(overrides: Mapping[str, Any] | Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Values of the overridden fields and of the alternatives that they unset.
+    """Return the values of the overridden fields and of the alternatives that they unset.
 
-    A ValueError in place of a value is what is wrong with it.
+    A ValueError in place of a value is the reason why it is invalid.
     """
     given: dict[str, Any] = {}
     for name, value in overrides.items() if isinstance(overrides, Mapping) else overrides:

@@ -1,8 +1,8 @@
-"""Values of configuration fields: what a field's type allows, and how a flag's text is read.
+"""Values of configuration fields: checking them against a type, and parsing them from flags.
 
-The types understood are those of `cem_jax.config`: bool, int, float, str, `Literal` of strings,
-`X | None`, `tuple[X, ...]` and tuples of fixed length, each optionally `Annotated` with a `Range`.
-This module knows nothing of the fields themselves and imports nothing heavy.
+The types are those of `cem_jax.config`: bool, int, float, str, `Literal` of strings, `X | None`,
+`tuple[X, ...]` and tuples of fixed length, each optionally `Annotated` with a `Range`. This module
+does not know the fields themselves and imports nothing heavy.
 """
 
 import math
@@ -46,7 +46,7 @@ class Range:
 
 
 def describe(annotation: Any) -> str:
-    """Describe the type in a user's words: `an integer or None`."""
+    """Describe the type in plain words: `an integer or None`."""
     inner, optional, _ = _kind(annotation)
     if get_origin(inner) is Literal:
         words = "one of " + ", ".join(get_args(inner))
@@ -62,8 +62,8 @@ def describe(annotation: Any) -> str:
 def coerce(value: Any, annotation: Any) -> Any:
     """Return `value` as the field's type.
 
-    The only conversions are int to float, list to tuple, a path to its text, and NumPy's and JAX's
-    scalars to Python's. Raises ValueError with the reason, which does not name the field.
+    The only conversions are int to float, list to tuple, a path to its text, and NumPy and JAX
+    scalars to Python scalars. Raises ValueError with the reason, which does not name the field.
     """
     inner, optional, ranges = _kind(annotation)
     value = _unboxed(value)
@@ -91,10 +91,10 @@ def coerce(value: Any, annotation: Any) -> Any:
 
 
 def parse(text: str, annotation: Any) -> Any:
-    """Return the value that `text`, from the command line, stands for.
+    """Parse a field's value from command-line text.
 
     Integers may be written 1_000 or 1e9, booleans true, false, 1 or 0, tuples `1,2`, `(1,2)` or
-    `[1,2]`, and an optional field's absence None. Raises ValueError with the reason.
+    `[1,2]`; None unsets an optional field. Raises ValueError with the reason.
     """
     inner, optional, _ = _kind(annotation)
     stripped = text.strip()
@@ -117,7 +117,7 @@ class _Kind(NamedTuple):
 
     bare: Any  # int
     optional: bool
-    ranges: tuple[Range, ...]  # wherever around the bare type
+    ranges: tuple[Range, ...]  # from every level around the bare type
 
 
 def _kind(annotation: Any) -> _Kind:
@@ -133,7 +133,7 @@ def _kind(annotation: Any) -> _Kind:
 
 
 def _unboxed(value: Any) -> Any:
-    """Scalars and arrays of no dimensions as plain Python, paths as text; all else as it is."""
+    """Return scalars and 0-d arrays as Python values, paths as text, and all else unchanged."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -186,7 +186,7 @@ def _parse_tuple(stripped: str, inner: Any, annotation: Any) -> list:
             stripped = stripped[1:-1].strip()
             break
     items = [item.strip().strip("'\"") for item in stripped.split(",")]
-    if items[-1] == "":  # nothing at all, or a trailing comma as in (1,)
+    if items[-1] == "":  # no item, or a trailing comma as in (1,)
         items.pop()
     members = get_args(inner)
     kinds = [members[min(i, len(members) - 1)] for i in range(len(items))]
@@ -208,7 +208,7 @@ def _parse_int(text: str) -> int:
         number = Decimal(text)
     except InvalidOperation:
         raise ValueError from None
-    # The exponent is looked at first: 1e999999999 as an integer would not fit in memory.
+    # Check the exponent first: 1e999999999 as an integer would not fit in memory.
     if not number.is_finite() or number.adjusted() > 19 or number != number.to_integral_value():
         raise ValueError
     return int(number)

@@ -26,7 +26,7 @@ def messages(*pairs, path=BASE):
 
 @pytest.fixture
 def config_file(tmp_path):
-    """Writes a file that changes the base configuration by the statements given."""
+    """Return a function that writes a configuration file: the base, changed by statements."""
 
     def write(*statements):
         path = tmp_path / "mine.py"
@@ -37,7 +37,7 @@ def config_file(tmp_path):
     return write
 
 
-def test_every_violation_at_once():
+def test_every_violation_is_reported_at_once():
     found = messages(
         ("model.attention.heads", "7"),
         ("model.dmi", "3"),
@@ -139,16 +139,16 @@ def test_out_of_range(name, texts):
         assert message.startswith(name + ": "), (name, text)
 
 
-def test_no_numeric_field_takes_a_number_that_is_not_one():
+def test_no_numeric_field_takes_nan_or_infinity():
     for name in fields():
         if name in ("data.path", "log.compile_cache", "eval.split"):
-            continue  # any word will do
+            continue  # any text is valid
         for text in ("nan", "inf"):
             assert messages((name, text))[0].startswith(name + ":"), name
 
 
 @pytest.mark.parametrize("value", ["'many'", "2.5", "True", "[1]"])
-def test_type_is_checked_after_none_was_assigned(config_file, value):
+def test_the_type_is_checked_after_none_was_assigned(config_file, value):
     path = config_file("c.train.steps = None", f"c.train.steps = {value}")
     (message,) = messages(path=path)
     assert "steps" in message
@@ -163,7 +163,7 @@ def test_a_replaced_field_of_the_wrong_type(config_file):
     )
 
 
-def test_fields_added_and_taken_away_in_a_file(config_file):
+def test_fields_added_and_removed_in_a_file(config_file):
     path = config_file("c.optimizer.lerning_rate = 0.1", "del c.eval.split", "c.extra = 1")
     found = "\n".join(messages(path=path))
     assert "optimizer.lerning_rate: no such field; did you mean optimizer.learning_rate?" in found
@@ -171,7 +171,7 @@ def test_fields_added_and_taken_away_in_a_file(config_file):
     assert "extra: no such field" in found
 
 
-def test_scalars_of_numpy_in_a_replaced_section():
+def test_numpy_scalars_in_a_replaced_section():
     config = load_config(BASE, {"train.steps": 2, "model.tie_embeddings": np.bool_(True)})
     train = dataclasses.replace(config.train, steps=np.int64(2), stall_minutes=np.float32(30))
     optimizer = dataclasses.replace(config.optimizer, learning_rate=np.float64(0.5))
@@ -193,7 +193,7 @@ def test_an_override_repairs_the_file(config_file):
     assert load_config(path, [("model.attention.heads", "8")]).model.attention.heads == 8
 
 
-def test_a_faulty_field_does_not_bring_up_rules_about_it():
+def test_an_invalid_field_does_not_trigger_rules_about_it():
     assert len(messages(("model.attention.heads", "x"), ("model.dim", "255"))) == 1
 
 
@@ -209,7 +209,7 @@ def test_setting_one_of_two_alternatives_unsets_the_other(config_file):
     assert c.data.weights == {"a": 1.0, "b": 0.5}
     assert load_config(path).data.weights == {"here": 1.0}
     both = messages(("train.steps", "5"), ("train.tokens", "6"), path=path)
-    assert both == ("train.steps: set it (5) or train.tokens (6), not both; the other is None",)
+    assert both == ("train.steps: set it (5) or train.tokens (6), not both; set the other to None",)
 
 
 def test_rope_needs_an_even_head_dimension():
@@ -218,7 +218,7 @@ def test_rope_needs_an_even_head_dimension():
     assert load(model__dim="12").model.head_dim == 3
 
 
-def test_exact_diagonal_needs_a_diagonal_only_in_a_cem_layer():
+def test_the_exact_update_needs_a_diagonal_only_in_a_cem_layer():
     pairs = [("model.attention.diagonal_in_update", "true"), ("model.attention.diagonal", "none")]
     assert messages(*pairs)[0].startswith("model.attention.diagonal_in_update: ")
     load_config(BASE, [*pairs, ("model.attention.kind", "llama")])
@@ -253,7 +253,7 @@ def test_json_round_trip():
     assert differences(c, again) == {}
 
 
-def test_differences_name_the_fields():
+def test_differences_are_keyed_by_field():
     a, b = load(), load(model__dim="512", train__steps="3")
     assert differences(a, b) == {"model.dim": (256, 512), "train.steps": (None, 3)}
 

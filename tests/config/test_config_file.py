@@ -1,4 +1,4 @@
-"""Configuration files: where they may stand, what they may import, how their mistakes are told."""
+"""Configuration files: their place, their imports, and the messages for their mistakes."""
 
 import sys
 
@@ -44,7 +44,7 @@ def test_imports_a_neighbour_and_the_shipped_configs(write, tmp_path, monkeypatc
     assert not {"neighbour", "configs", "configs.base"} & set(sys.modules)
 
 
-def test_files_of_one_name_in_two_folders_do_not_mix(write):
+def test_files_of_the_same_name_in_two_folders_are_kept_apart(write):
     text = "import sizes\n" + HEADER
     text += "def get_config():\n  return ml_collections.ConfigDict({'dim': sizes.DIM})\n"
     for folder, dim in (("one", 1), ("two", 2)):
@@ -52,7 +52,7 @@ def test_files_of_one_name_in_two_folders_do_not_mix(write):
         assert read_config_file(write(text, f"{folder}/c.py"))["dim"] == dim
 
 
-def test_own_configs_folder_joins_the_shipped_one(write):
+def test_the_users_configs_folder_joins_the_shipped_one(write):
     write("from configs import base\nNAME = base.__name__\n", "configs/own.py")
     path = write(
         "from configs import own\n"
@@ -86,10 +86,10 @@ def test_unwanted_argument(write):
         ("get_config = 3\n", "defines no function get_config()"),
         (
             "def get_sweep(): pass\n",
-            "defines no function get_config(), but get_sweep(): it is a figure's: `cem sweep` and "
-            "`cem report` take it",
+            "defines no function get_config(), but get_sweep(): it describes a figure, for "
+            "`cem sweep` and `cem report`",
         ),
-        ("def get_config():\n  return {}\n", "must return a ml_collections.ConfigDict, not dict"),
+        ("def get_config():\n  return {}\n", "must return an ml_collections.ConfigDict, not dict"),
         (
             "from configs import base\ndef get_config():\n  c = base.get_config()\n"
             "  c.model.dim = 'wide'\n  return c\n",
@@ -109,7 +109,7 @@ def test_a_mistake_in_an_imported_file_names_that_file(write):
     assert "broken.py:1: SyntaxError" in message(path)
 
 
-def test_missing_directory_and_other_kinds(tmp_path):
+def test_missing_files_directories_and_other_formats(tmp_path):
     assert "No such file" in message(str(tmp_path / "none.py"))
     assert "a directory" in message(str(tmp_path))
     assert "not a Python file" in message(str(tmp_path / "config.json"))

@@ -1,4 +1,4 @@
-"""What is said of a name that is no field."""
+"""Messages for names that are not fields."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def suggested(name):
         ("eval.batch", ["eval.batches"]),
     ],
 )
-def test_other_programs_words(name, meant):
+def test_other_programs_names(name, meant):
     assert suggested(name) == meant
 
 
@@ -51,7 +51,7 @@ def test_nothing_is_near(name):
     assert unknown(name, fields()) == f"{name}: no such field"
 
 
-def test_synonyms_are_of_fields_and_are_none():
+def test_synonyms_belong_to_fields_and_are_not_fields():
     assert set(SYNONYMS) <= set(fields())
     ends = {field.rpartition(".")[2] for field in fields()}
     assert not ends & {word for words in SYNONYMS.values() for word in words}

@@ -1,4 +1,4 @@
-"""The shipped configurations: sizes, durations, and that every field of each can be set."""
+"""The shipped configurations: their sizes and durations; every field of each can be set."""
 
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -17,7 +17,7 @@ SHIPPED = sorted(
     if "def get_config" in path.read_text()
 )
 
-# size: (D, L, K, M, parameters of the Llama, steps)
+# size: (D, L, K, M, the Llama's parameters, steps)
 TABLE = {
     "86m": (672, 8, 8, 1792, 86_371_488, 6590),
     "108m": (672, 12, 12, 1792, 108_052_896, 8244),
@@ -25,7 +25,7 @@ TABLE = {
     "162m": (864, 12, 12, 2304, 162_813_024, 12422),
 }
 
-# Fields whose legal values hang on others, or are words of a certain form.
+# Fields whose legal values depend on others, or are texts of a certain form.
 TEXTS = {
     "model.dim": ("1536", 1536),
     "model.vocab_size": ("5000", 5000),
@@ -47,7 +47,7 @@ TEXTS = {
 
 
 def legal_value(name, annotation, current):
-    """(text for the command line, the value it stands for), different from the current one."""
+    """Return (command-line text, its value) of a value other than the current one."""
     if name in TEXTS:
         return TEXTS[name]
     words = describe(annotation)

@@ -1,4 +1,4 @@
-"""Values from text and from Python: what each field type takes and refuses."""
+"""Values from text and from Python that each field type accepts and refuses."""
 
 from pathlib import Path
 from typing import Annotated, Literal
