@@ -16,7 +16,7 @@ from cem_jax.data.dataset.tokenizer import Tokenizer
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
-    """Real text: the source of every function of textwrap, json and inspect."""
+    """Return real text: the source of every function in textwrap, json and inspect."""
     modules = (textwrap, json, inspect)
     functions = [f for m in modules for _, f in inspect.getmembers(m, inspect.isfunction)]
     return [inspect.getsource(function) for function in functions]
@@ -36,7 +36,7 @@ def model_file(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture
 def make_dataset(tmp_path: Path, model_file: Path) -> MakeDataset:
-    """make_dataset(train texts, validation texts, **prepare options) -> Dataset."""
+    """Return make_dataset(train texts, validation texts, **prepare options) -> Dataset."""
     made = 0
 
     def make(train: list[str], validation: list[str] = (), **options) -> Dataset:

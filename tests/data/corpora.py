@@ -18,13 +18,13 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 
 
 def all_tokens(dataset: Dataset, split: str) -> np.ndarray:
-    """The split's stream by plain np.load, as anyone could."""
+    """Read the split's stream with plain np.load, as anyone could."""
     shards = dataset.splits[split].shards
     return np.concatenate([np.load(dataset.path / shard.file) for shard in shards])
 
 
 def files_of(root: Path) -> dict[str, bytes]:
-    """The content of every file below a folder."""
+    """Return the content of every file below a folder."""
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.rglob("*"))
@@ -33,7 +33,7 @@ def files_of(root: Path) -> dict[str, bytes]:
 
 
 def contents_of(root: Path) -> dict[str, bytes]:
-    """`files_of` a dataset, but for the command that made it."""
+    """Return the `files_of` a dataset, without the command that made it."""
     files = files_of(root)
     description = json.loads(files["dataset.json"])
     del description["command"], description["checksum"]

@@ -183,7 +183,7 @@ def test_bits_per_byte_of_a_uniform_model(folder, config, dataset, tokenizer):
 @pytest.mark.parametrize("training", [True, False])
 def test_a_split_smaller_than_a_window(tmp_path, tokenizer, dataset, training):
     config = tiny_config(dataset, data__context=100_000)
-    with pytest.raises(UserError, match=r"tokens are less than one window of .*100001"):
+    with pytest.raises(UserError, match=r"tokens are fewer than one window of .*100001"):
         if training:
             Evaluator(config, open_dataset(dataset), "validation")
         else:

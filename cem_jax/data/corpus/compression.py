@@ -1,4 +1,4 @@
-"""Decompressed streams that notice truncation, damage, and content other than the name says."""
+"""Decompressed streams that detect truncation, damage, and content that contradicts the name."""
 
 import bz2
 import codecs
@@ -13,23 +13,23 @@ import zstandard
 from cem_jax.storage.paths import AnyPath, reading
 
 _READ_BYTES = 1 << 16
-# Packed bytes unpacked at a time: what they unpack to is held whole, and repetitive text packs
-# several thousand to one.
+# Compressed bytes unpacked at a time: the result is held whole, and repetitive text can shrink by
+# a factor of several thousand.
 _SLICE_BYTES = 1 << 12
 _LARGEST_WINDOW = 1 << 31  # frames made with `zstd --long`
 
 
 class BadFile(Exception):
-    """A whole file that cannot be read to its end; the message says why, without its name."""
+    """A file that cannot be read to its end; the message says why, without the file's name."""
 
 
 @dataclass(frozen=True)
 class _Packing:
     name: str
-    start: bytes  # of a file
-    new: Callable[[], Any]  # an object with decompress, eof, unused_data, for one frame
+    start: bytes  # of every file
+    new: Callable[[], Any]  # decompressor of one frame: decompress, eof, unused_data
     errors: tuple[type[Exception], ...]
-    padding: bool = False  # NUL bytes may stand between and behind the frames
+    padding: bool = False  # NUL bytes may follow a frame
 
 
 def _new_zstd() -> Any:
@@ -43,14 +43,14 @@ PACKINGS = {
     ".bz2": _Packing("bzip2", b"BZh", bz2.BZ2Decompressor, (OSError,)),
 }
 _PARQUET_START = b"PAR1\x15"
-_OTHER_CONTENT = {  # what a file that should be text may really be
+_OTHER_CONTENT = {  # what a supposed text file may really be, by its first bytes
     b"version https://git-lfs": "a Git LFS pointer, not the data: run `git lfs pull`",
     **{p.start: f"{p.name} data: its name should end in {end}"
        for end, p in PACKINGS.items() if end != ".bz2"},
     **{b"BZh%d1AY&SY" % level: "bzip2 data: its name should end in .bz2" for level in range(1, 10)},
     _PARQUET_START: "Parquet data: its name should end in .parquet",
     b"PK\x03\x04": "a zip archive: unpack it",
-    codecs.BOM_UTF32_LE: "UTF-32 text: convert it to UTF-8",  # begins as UTF-16's does
+    codecs.BOM_UTF32_LE: "UTF-32 text: convert it to UTF-8",  # before UTF-16: it begins the same
     codecs.BOM_UTF32_BE: "UTF-32 text: convert it to UTF-8",
     b"\xff\xfe": "UTF-16 text: convert it to UTF-8",
     b"\xfe\xff": "UTF-16 text: convert it to UTF-8",
@@ -60,10 +60,10 @@ _OTHER_CONTENT = {  # what a file that should be text may really be
 class ByteStream:
     """The decompressed bytes of a .gz, .zst, .xz, .bz2 or plain file, in chunks.
 
-    `on_position` is told how many bytes of the stored file were read.
+    `on_position` is called with the number of bytes of the stored file read so far.
 
-    Iterating raises BadFile for truncated or damaged streams, for content that is not what the
-    name says, and when the file cannot be read. Concatenated frames are read to the last one.
+    Iterating raises BadFile for truncated or damaged streams, for content that contradicts the
+    name, and when the file cannot be read. Concatenated frames are read to the last one.
     """
 
     def __init__(self, path: AnyPath, on_position: Callable[[int], None] = lambda position: None):
@@ -103,11 +103,11 @@ class ByteStream:
 
 
 def _unpacked(packing: _Packing, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Unpack frame by frame, to the last one.
+    """Unpack every frame.
 
-    gzip.open, bz2.open and lzma.open read several frames too, and notice truncation. But those of
-    bz2 and lzma take whatever follows a frame and is none for padding, so that a damaged second
-    frame would be lost silently; that of zstandard ends silently when truncated.
+    gzip.open, bz2.open and lzma.open also read several frames and detect truncation. But bz2 and
+    lzma take anything after a frame that is not a frame for padding, so a damaged second frame
+    would be lost silently; zstandard's reader ends silently at a truncation.
     """
     frame, frames = None, 0
     for chunk in chunks:
@@ -136,9 +136,9 @@ def _unpacked(packing: _Packing, chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def refuse_other_content(head: bytes, suffix: str = "", *, inside: bool = False) -> None:
-    """Raise BadFile when the first bytes show content other than what the file's name ends in.
+    """Raise BadFile when the first bytes belong to content other than the suffix says.
 
-    `inside`: they were unpacked; Parquet is known there by its own name, not by this one.
+    `inside`: the bytes were unpacked, and may be Parquet.
     """
     own = PACKINGS[suffix].start if suffix in PACKINGS else None
     own = _PARQUET_START if suffix == ".parquet" else own

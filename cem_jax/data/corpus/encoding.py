@@ -1,4 +1,4 @@
-"""Batches of records to token ids, in this process or in several, always in the same order."""
+"""Encode batches of records as token ids, in one process or several, always in order."""
 
 import collections
 import hashlib
@@ -24,30 +24,30 @@ from cem_jax.data.dataset.store import Counts, token_dtype
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import RunFailed
 
-_IN_FLIGHT = 3  # batches per worker that are read ahead,
-_IN_FLIGHT_BYTES = 64 << 20  # as long as they hold no more than this together
-_ALONE_BYTES = 32 << 20  # a larger batch, one huge document, is encoded here: sending would copy it
+_IN_FLIGHT = 3  # batches per worker read ahead,
+_IN_FLIGHT_BYTES = 64 << 20  # up to this size in total
+_ALONE_BYTES = 32 << 20  # larger batches (one huge document) are encoded here: sending copies them
 _TOGETHER_CHARS = 1 << 20  # encoded in one call
 _HASH_BITS = 64
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive records of one file; the last batch of each file says so."""
+    """Consecutive records of one file."""
 
-    file: int  # index of the file
+    file: int  # its index
     split: str | None  # None: train or validation by the document's hash
     records: list[Record]
-    is_last: bool = False
+    is_last: bool = False  # of its file
     fault: str | None = None  # why the file could not be read further
 
     def size(self) -> int:
-        """Return the bytes held, roughly."""
+        """Return the approximate number of bytes held."""
         return sum(record.size() for record in self.records)
 
 
 class Part(NamedTuple):
-    """What a batch adds to one stream."""
+    """The tokens that a batch adds to one stream."""
 
     ids: Integer[np.ndarray, " tokens"]
     counts: Counts
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
 @dataclass
 class Encoded:
-    """What became of a batch."""
+    """The result of encoding a batch."""
 
     batch: Batch  # without its records
     records: int
@@ -67,7 +67,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Everything that turns a Batch into an Encoded; sent to each worker once."""
+    """The tokenizer and settings to encode a Batch with; sent to each worker once."""
 
     tokenizer: Tokenizer
     separator: str
@@ -76,7 +76,7 @@ class Encoder:
     limits: Limits = LIMITS
 
     def encode(self, batch: Batch) -> Encoded:
-        """Encode a batch by stream, each document between its separators."""
+        """Encode a batch, each document between its separators, grouped by stream."""
         result = Encoded(replace(batch, records=[]), len(batch.records))
         pending = _PendingTexts(self.tokenizer)
         documents: dict[Stream, list[_Document]] = {}
@@ -123,19 +123,19 @@ class Encoder:
         return _Document(Stream(split or self._split_of(digest.digest()), name), ids, size)
 
     def _split_of(self, digest: bytes) -> str:
-        """Train or validation, by the document's hash alone: the same for ever, twins together."""
+        """Return train or validation by the document's hash: stable, and equal for duplicates."""
         share = int.from_bytes(digest) / (1 << _HASH_BITS)
         return "validation" if share < self.validation_fraction else "train"
 
 
 class _Document(NamedTuple):
     stream: Stream
-    ids: list[np.ndarray]  # of its parts; filled when they are encoded
+    ids: list[np.ndarray]  # one array per part, once encoded
     bytes: int
 
 
 class _PendingTexts:
-    """Parts of documents that wait to be encoded in one call."""
+    """Parts of documents waiting to be encoded in one call."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.dtype = token_dtype(tokenizer.vocab_size)
@@ -145,7 +145,7 @@ class _PendingTexts:
         self._chars = 0
 
     def add(self, text: str, owner: list[np.ndarray]) -> None:
-        """Encode `text`, before `encode` returns at the latest, and append its ids to `owner`."""
+        """Queue `text`; its ids are appended to `owner`, at the latest by `encode`."""
         self._texts.append(text)
         self._owners.append(owner)
         self._chars += len(text)
@@ -153,7 +153,7 @@ class _PendingTexts:
             self.encode()
 
     def encode(self) -> None:
-        """Encode everything that waits."""
+        """Encode all queued texts."""
         encoded = self._tokenizer.encode_batch(self._texts)
         for ids, owner in zip(encoded, self._owners, strict=True):
             owner.append(np.asarray(ids, self.dtype))
@@ -161,10 +161,10 @@ class _PendingTexts:
 
 
 def encode_all(batches: Iterator[Batch], encoder: Encoder, workers: int) -> Iterator[Encoded]:
-    """Encode batches in their order, with `workers` processes beside this one if more than 1.
+    """Encode batches in order, in `workers` other processes if more than 1.
 
-    A few megabytes of text per worker are held at a time, or one document that is larger, so that
-    memory does not grow with the corpus.
+    Holds a few megabytes of text per worker, or one larger document, so memory does not grow with
+    the corpus.
     """
     if workers == 1:
         yield from map(encoder.encode, batches)
@@ -204,12 +204,12 @@ def _result_of(future: Future[Encoded]) -> Encoded:
         return future.result()
     except BrokenProcessPool:
         raise RunFailed(
-            "a worker process was killed, perhaps for the memory it took; the same command "
-            "continues, and fewer --workers take less"
+            "a worker process was killed, perhaps for lack of memory; rerun the command to "
+            "continue; fewer --workers need less"
         ) from None
 
 
-_encoder: Encoder  # of a worker process
+_encoder: Encoder  # in a worker process
 
 
 def _start_worker(encoder: Encoder) -> None:
@@ -224,6 +224,6 @@ def _encode(batch: Batch) -> Encoded:
 
 
 def _follow_parent() -> None:
-    """End with the parent, even one killed outright: the pool alone would wait for ever."""
+    """Exit with the parent, even if it was killed: the pool alone would wait forever."""
     multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Which files a corpus consists of, and the split that each one's folder names."""
+"""Find the files of a corpus, and the split that each one's folder names."""
 
 import glob
 import os
@@ -16,7 +16,7 @@ from cem_jax.storage.paths import AnyPath, any_path, is_url, reading
 
 _CONTENTS = (".txt", ".jsonl", ".json", ".parquet")
 FORMATS = tuple(content + packing for content in _CONTENTS for packing in ("", *PACKINGS))
-FORMATS_TOLD = f"{', '.join(_CONTENTS)}, each also {', '.join(PACKINGS)}"
+FORMATS_TOLD = f"{', '.join(_CONTENTS)}, each optionally with {', '.join(PACKINGS)}"
 _SPLIT_FOLDERS = {
     "train": "train",
     "training": "train",
@@ -32,12 +32,12 @@ _SPLIT_FOLDERS = {
 class SourceFile:
     path: AnyPath
     size: int  # bytes as stored
-    split: str | None  # train | validation | test by its folder's name; None: not named
+    split: str | None  # train | validation | test, by its folder's name; None: no such name
 
     def version(self) -> str:
-        """Differs when the file was written again."""
+        """Return a text that changes when the file is rewritten."""
         path = self.path
-        # a store tells by its own means, without reading
+        # stores have their own version keys, which need no reading
         return str(path.fs.ukey(path.path) if is_url(path) else path.stat().st_mtime_ns)
 
 
@@ -48,29 +48,29 @@ class FoundFiles:
 
 
 def file_format(path: PurePath | AnyPath) -> str | None:
-    """The entry of FORMATS that a file's name ends in; None for other names."""
+    """Return the entry of FORMATS that a file's name ends in, or None."""
     name = path.name.lower()
     return max((f for f in FORMATS if name.endswith(f)), key=len, default=None)
 
 
 def find_files(inputs: Sequence[str | os.PathLike[str]]) -> FoundFiles:
-    """The corpus files under paths, folders, globs and URLs of them: sorted by path, each once.
+    """Find the corpus files under paths, folders, globs and URLs: sorted by path, each once.
 
-    One file under several names is one file; under names of several splits it is a mistake.
+    A file found under several names counts once; finding it in several splits is an error.
 
-    A folder is walked (hidden files and files of other formats left out). The split is the
-    nearest folder called train, validation (valid, val, dev) or test: looked for from the
-    given folder down, or, for a file named directly, in the two folders above it.
+    Folders are walked; hidden files and other formats are left out. The split is that of the
+    nearest folder called train, validation (valid, val, dev) or test, among those from the given
+    folder down or, for a file given directly, the two folders above it.
 
-    Raises UserError naming every input that is missing, unreadable, of an unknown format,
-    without a usable file or in two splits.
+    Raises UserError naming every input that is missing, unreadable, of an unknown format, without
+    a usable file, or in two splits.
     """
     found: dict[str, SourceFile] = {}
     ignored: set[AnyPath] = set()
     problems: list[str] = []
     for given in map(os.fspath, inputs):
         others: set[AnyPath] = set()
-        told = len(problems)
+        before = len(problems)
         usable = 0
         for path, split in _expand(given, problems):
             if file_format(path) is None:
@@ -79,9 +79,9 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> FoundFiles:
             usable += 1
             if problem := _add(found, path, split):
                 problems.append(problem)
-        if not usable and len(problems) == told:
-            holds = f"only {_suffixes(others)} files" if others else "nothing"
-            problems.append(f"{given} gives {holds}; known formats are {FORMATS_TOLD}")
+        if not usable and len(problems) == before:
+            only = f", only {_suffixes(others)}" if others else ""
+            problems.append(f"{given}: no usable file{only}; known formats are {FORMATS_TOLD}")
         ignored |= others
     if problems:
         raise UserError(*problems)
@@ -90,7 +90,7 @@ def find_files(inputs: Sequence[str | os.PathLike[str]]) -> FoundFiles:
 
 
 def _add(found: dict[str, SourceFile], path: AnyPath, split: str | None) -> str | None:
-    """Put a file into `found`, by what it is under all its names; or say why it cannot be used."""
+    """Add a file to `found` under its one identity, or return why it cannot be used."""
     if is_url(path):
         identity = os.path.realpath(path.path) if path.protocol == "file" else str(path)
     elif path.exists() and not path.is_file():
@@ -103,12 +103,12 @@ def _add(found: dict[str, SourceFile], path: AnyPath, split: str | None) -> str 
     if split and known.split is None:
         found[identity] = replace(known, split=split)
     elif split and split != known.split:
-        return f"{path} is the file {known.path} too: it cannot go to {known.split} and to {split}"
+        return f"{path} is the same file as {known.path}: it cannot be in {known.split} and {split}"
     return None
 
 
 def _expand(given: str, problems: list[str]) -> Iterator[tuple[AnyPath, str | None]]:
-    """(file, split) for everything an input stands for; adds what is wrong to `problems`."""
+    """Yield (file, split) for every file of an input; append errors to `problems`."""
     if is_url(given):
         try:
             with reading(UserError, f"{given} cannot be read"):
@@ -163,9 +163,9 @@ def _below(path: Path, problems: list[str]) -> Iterator[tuple[Path, str | None]]
 
 
 def _walk(folder: Path, problems: list[str]) -> Iterator[Path]:
-    """Files below a folder, hidden ones apart; links are followed, each folder is entered once.
+    """Yield the files below a folder, except hidden ones; follow links, but no folder twice.
 
-    A folder that `cem prepare` made, or is making, comes as itself, for what is in it is no corpus.
+    A folder that `cem prepare` made, or is making, is yielded itself: its files are not a corpus.
     """
     entered: set[str] = set()
 
@@ -187,12 +187,12 @@ def _walk(folder: Path, problems: list[str]) -> Iterator[Path]:
 
 
 def is_dataset(folder: str, names: Sequence[str]) -> bool:
-    """Whether a folder with files of these names was made by `cem prepare`, if only in part."""
+    """Return whether `cem prepare` made a folder with these files, at least in part."""
     return {DESCRIPTION, MODEL} <= set(names) or (folder.endswith(PARTIAL) and LOCK in names)
 
 
 def _split_of(folders: Sequence[str]) -> str | None:
-    """The split that the innermost telling folder names."""
+    """Return the split named by the innermost folder that names one."""
     named = (_SPLIT_FOLDERS.get(folder.lower()) for folder in reversed(folders))
     return next(filter(None, named), None)
 

@@ -1,9 +1,9 @@
 """JSON with strings of hundreds of megabytes: arrays cut into elements, strings into pieces.
 
-Python's parser holds a document as text, as text again and as UTF-8: up to nine bytes for one.
-Long strings are therefore cut out of the bytes, and decoded a megabyte at a time. ijson also reads
-arrays in pieces, but stops at the first element that is no JSON, where here that costs one record;
-it does not tell an element's line; and it makes each string as a whole.
+Python's parser holds a document twice as text and once as UTF-8: up to nine bytes per byte. Long
+strings are therefore cut out of the bytes and decoded a megabyte at a time. ijson also reads arrays
+in pieces, but it stops at the first invalid element, which here costs one record; it does not
+report an element's line; and it builds each string whole.
 """
 
 import json
@@ -15,7 +15,7 @@ from cem_jax.data.corpus.compression import BadFile
 from cem_jax.data.corpus.limits import LIMITS, Limits
 
 _LONGEST_ESCAPE = 6
-# Numbers are never text, and Python refuses to make integers of more than 4300 digits.
+# Numbers are never text, and Python refuses integers of more than 4300 digits.
 _JSON = json.JSONDecoder(parse_int=float)
 _BRACKETS = re.compile(rb'["{}\[\]]')
 _SCALAR_END = re.compile(rb"[\s,\]}]")
@@ -23,19 +23,19 @@ _SPACE = re.compile(rb"[ \t\r\n]*")
 
 
 class BadRecord(Exception):
-    """One record without usable text; the message is the reason's name in `dropped`."""
+    """A record without usable text; the message is the reason's name in `dropped`."""
 
 
 class LongString(NamedTuple):
-    """A JSON string still in its bytes: what stands between its quotes."""
+    """A JSON string that is not decoded yet: the bytes between its quotes."""
 
     raw: bytes | bytearray
     start: int
     end: int
 
     def pieces(self, size: int = LIMITS.piece) -> Iterator[str]:
-        """Yield the text, decoded piece by piece; BadRecord where it is no valid JSON or UTF-8."""
-        high = ""  # the first half of a pair of surrogates that stands in two pieces
+        """Decode the text piece by piece; raise BadRecord where it is not valid JSON or UTF-8."""
+        high = ""  # the first half of a surrogate pair split between two pieces
         start = self.start
         while start < self.end:
             end = self._cut(start, size)
@@ -61,12 +61,12 @@ class LongString(NamedTuple):
 
 
 def character_start(raw: bytes | bytearray, at: int) -> int:
-    """Return `at`, or up to three bytes before it, where no UTF-8 character is cut."""
+    """Return the last position up to `at` that cuts no UTF-8 character; `at` if none is near."""
     return next((i for i in range(at, at - 4, -1) if raw[i] & 0xC0 != 0x80), at)
 
 
 def parse(raw: bytes | bytearray) -> Any:
-    """Parse a JSON value; BadRecord (invalid_utf8, invalid_json) when it is none."""
+    """Parse a JSON value; raise BadRecord (invalid_utf8, invalid_json) if it is not valid."""
     try:
         return _JSON.decode(raw.decode())
     except UnicodeDecodeError:
@@ -96,7 +96,7 @@ def parse_cut(raw: bytes | bytearray, limits: Limits = LIMITS) -> tuple[Any, dic
 
 
 def _string_spans(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) between the quotes of every string; BadRecord when the last is open."""
+    """Yield (start, end) between every string's quotes; raise BadRecord if the last is open."""
     at = 0
     while (quote := raw.find(b'"', at)) >= 0:
         end = string_end(raw, quote + 1)
@@ -107,7 +107,7 @@ def _string_spans(raw: bytes | bytearray) -> Iterator[tuple[int, int]]:
 
 
 def string_end(raw: bytes | bytearray, at: int, start: int | None = None) -> int:
-    """Find the closing quote, at or after `at`, of the string from `start` on; -1: not here."""
+    """Find the closing quote, at or after `at`, of the string at `start`; -1: not here."""
     start = at if start is None else start
     while (at := raw.find(b'"', at)) >= 0:
         first = at
@@ -122,7 +122,7 @@ def string_end(raw: bytes | bytearray, at: int, start: int | None = None) -> int
 def array_elements(
     chunks: Iterator[bytes], largest: int = LIMITS.largest
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield (line, bytes) of each element of a JSON array; BadFile where its structure breaks."""
+    """Yield (line, bytes) of each element of a JSON array; raise BadFile where it is malformed."""
     source = _ArrayBytes(chunks, largest)
     source.expect(b"[")
     if source.peek() == b"]":
@@ -150,7 +150,7 @@ class _ArrayBytes:
         self.line = 1
 
     def peek(self) -> bytes:
-        """Return the next byte that is no whitespace; b"" at the end."""
+        """Return the next byte that is not whitespace; b"" at the end."""
         while True:
             end = _SPACE.match(self._raw, self._at).end()
             self.line += self._raw.count(b"\n", self._at, end)
@@ -167,7 +167,7 @@ class _ArrayBytes:
         if found != character:
             what = repr(found.decode("latin-1")) if found else "the end of the file"
             raise BadFile(
-                f"is no JSON array: {what} instead of {character.decode()!r} at line {self.line}"
+                f"is not a JSON array: {what} instead of {character.decode()!r} at line {self.line}"
             )
         self._at += 1
 
@@ -217,7 +217,7 @@ class _ArrayBytes:
                 f"has an element of more than {self._largest:,} bytes at line {self.line}"
             )
         if not self._grow():
-            raise BadFile(f"ends inside its JSON array, in the element of line {self.line}")
+            raise BadFile(f"ends inside its JSON array, in the element at line {self.line}")
 
     def _grow(self) -> bool:
         chunk = next(self._chunks, b"")

@@ -8,15 +8,15 @@ from typing import Any, BinaryIO
 from cem_jax.data.corpus.compression import PACKINGS, BadFile, ByteStream, refuse_other_content
 from cem_jax.storage.paths import AnyPath, reading
 
-_ROWS, _BYTES = 64, 2 << 20  # decoded at a time, the fewer
+_ROWS, _BYTES = 64, 2 << 20  # decoded at a time, whichever is less
 
 
 def parquet_rows(
     path: AnyPath, text: str, source: str | None, on_position: Callable[[int], None]
 ) -> Iterator[tuple[int, bytes | None, Any]]:
-    """(row from 1, text, source) of a file, packed or not, with columns called so; a.b is nested.
+    """Yield (1-based row, text, source) of a file, compressed or not; column a.b is nested.
 
-    Raises BadFile when the file is not intact or its column holds no text.
+    Raises BadFile when the file is not intact or its text column holds something else.
     """
     import pyarrow
     import pyarrow.parquet
@@ -39,7 +39,7 @@ def parquet_rows(
 
 @contextlib.contextmanager
 def _seekable(path: AnyPath) -> Iterator[BinaryIO]:
-    """The file, or what it unpacks to, on disk: Parquet is read from its end."""
+    """Open the file, or an unpacked copy on disk: Parquet is read from its end."""
     if path.suffix.lower() not in PACKINGS:
         with reading(BadFile):
             raw = path.open("rb")
@@ -63,7 +63,7 @@ def _rows(table: Any, text: str, source: str | None) -> Iterator[tuple[int, byte
     names = [text, source] if source else [text]
     row = 0
     for batch in table.iter_batches(_rows_at_once(table, text), columns=names):
-        # As bytes: a value that is not UTF-8 then costs itself alone.
+        # As bytes, so that a value that is not UTF-8 costs only one record.
         values = _column(batch, text).cast(kind).cast(pyarrow.large_binary()).to_pylist()
         sources = _column(batch, source).to_pylist() if source else [None] * len(values)
         for value, name in zip(values, sources, strict=True):
@@ -82,7 +82,7 @@ def _rows_at_once(table: Any, path: str) -> int:
 
 
 def _column_type(schema: Any, path: str) -> Any:
-    """A column's type, nested ones as a.b; None when there is no such column."""
+    """Return the type of a column, nested ones as a.b; None if there is no such column."""
     import pyarrow
 
     if schema.names.count(path) > 1:
@@ -108,7 +108,7 @@ def _column(batch: Any, path: str) -> Any:
 
 
 def _text_type(schema: Any, path: str) -> Any:
-    """The large string or binary type to read a column as; BadFile when it holds no text."""
+    """Return the large string or binary type to read a column as; BadFile if it holds no text."""
     import pyarrow
 
     kind = _column_type(schema, path)

@@ -1,4 +1,4 @@
-"""Prepare a dataset: a corpus and a tokenizer in, a dataset directory (see store.py) out."""
+"""Prepare a dataset: turn a corpus and a tokenizer into a dataset directory (see store.py)."""
 
 import functools
 import hashlib
@@ -58,21 +58,21 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     limits: Limits = LIMITS,
 ) -> dict[str, Any]:
-    """Write the dataset `output`; return its counts, and what was dropped from the corpus.
+    """Write the dataset `output`; return its counts and what was dropped from the corpus.
 
-    Splits are named by folders (see `find_files`). Where no folder names a validation split, a
-    document of a file without a split goes there if its hash falls below `validation_fraction`.
-    With a `source_field` the documents of each of its values are a stream of their own. Bad records
-    are skipped and counted by reason; with `skip_bad_files`, bad files are reported and read up to
+    Folders name the splits (see `find_files`). If no folder names a validation split, a document
+    of a file without a split goes there when its hash falls below `validation_fraction`. With a
+    `source_field`, the documents of each of its values form a stream of their own. Bad records are
+    skipped and counted by reason; with `skip_bad_files`, bad files are reported and read up to
     their fault.
 
-    The bytes are the same for every number of workers. A killed call is continued by the same
-    call, to the same bytes; where it is complete, nothing is done, and the result is the same
-    except for places in the corpus, which are None where there were any.
+    The bytes do not depend on the number of workers. The same call continues one that was killed,
+    to the same bytes; if the dataset is complete, it does nothing and returns the same result,
+    except that places in the corpus are None where there were any.
 
     Raises:
       UserError: an input cannot be used, a file is bad, no document is usable, or something else
-        made `output`. Nothing is left behind but what can be continued.
+        made `output`. Nothing is left behind except what can be continued.
     """
     output = any_path(output)
     found, loaded = _check_inputs(inputs, tokenizer, output, separator, skip_bad_files)
@@ -99,7 +99,7 @@ def prepare(
             shards = _write_streams(work, tally, encoder, workers, shard_tokens)
         except BaseException:
             if work.state is not None:
-                _note(f"{work.path} keeps what was done; repeat the command to continue")
+                _note(f"{work.path} keeps the work done so far; rerun the command to continue")
             raise
         description = _describe(tally, encoder, shards) | {"command": command}
         (work.path / MODEL).write_bytes(loaded.model_bytes)
@@ -112,14 +112,14 @@ def prepare(
 def _missing_splits(
     description: dict[str, Any], found: FoundFiles, fraction: float
 ) -> Iterator[str]:
-    """Say why there is no training or validation split, where there is none.
+    """Yield a message with the cause for each of the training and validation splits missing.
 
-    `fraction`: the share of documents that goes to validation by hash, 0 where none could.
+    `fraction`: the share of documents that goes to validation by hash; 0 if none can.
     """
     named = next((file for file in found.files if file.split), None)
     if "train" not in description["splits"]:
         why = (
-            f"{named.path} lies in a folder that stands for {named.split}"
+            f"{named.path} is in a folder that names the {named.split} split"
             if named
             else f"all documents went to the validation split ({fraction:.2%} by hash)"
         )
@@ -128,8 +128,8 @@ def _missing_splits(
         return
     if all(file.split for file in found.files):
         yield (
-            "no validation split: every file lies in a folder that names its split, as "
-            f"{named.path}, and only others are split by hash ({fraction:.2%}); "
+            "no validation split: every file is in a folder that names its split, such as "
+            f"{named.path}, and only other files are split by hash ({fraction:.2%}); "
             "make a folder named validation"
         )
     else:
@@ -146,7 +146,7 @@ def _check_inputs(
     separator: str,
     skip_bad_files: bool,
 ) -> tuple[FoundFiles, Tokenizer]:
-    """Open the inputs; raise all that can be found wrong before any work in one UserError."""
+    """Open the inputs; raise one UserError with every fault that can be found before any work."""
     problems: list[str] = []
     found, loaded = FoundFiles((), ()), None
     try:
@@ -174,7 +174,7 @@ def _check_inputs(
 
 
 def _identity(found: FoundFiles) -> str:
-    """Describe the input files so that any change of them shows."""
+    """Describe the input files by a text that any change to them alters."""
     digest = hashlib.blake2b(digest_size=8)
     for file in found.files:
         path = os.path.abspath(file.path) if isinstance(file.path, Path) else file.path
@@ -186,7 +186,7 @@ def _identity(found: FoundFiles) -> str:
 def _write_streams(
     work: Workspace, tally: Tally, encoder: Encoder, workers: int, shard_tokens: int
 ) -> dict[Stream, list[dict[str, Any]]]:
-    """Encode what is left of the corpus; return the finished shards of each stream."""
+    """Encode the rest of the corpus; return the finished shards of each stream."""
     writers = StreamWriters(work.path, token_dtype(encoder.tokenizer.vocab_size), shard_tokens)
     progress = PrepareProgress([file.size for file in tally.files], sys.stderr)
     try:
@@ -210,21 +210,21 @@ def _write_streams(
 
 
 def _resume(work: Workspace, tally: Tally, writers: StreamWriters) -> None:
-    """Put writers and tally where an earlier process left them."""
+    """Restore the writers and the tally to the state an earlier process recorded."""
     try:
         kept = work.state["tally"]
         writers.restore(work.state["shards"])
-    except (OSError, KeyError) as error:  # shards are damaged; another version's journal
+    except (OSError, KeyError) as error:  # damaged shards, or another version's journal
         writers.abandon()
         work.start_over()
         _note(f"{error}: starting over")
         return
     tally.restore(kept)
-    _note(f"continuing after {tally.documents:,} documents, done by an earlier run")
+    _note(f"continuing after {tally.documents:,} documents of an earlier run")
 
 
 def _batches(tally: Tally, limits: Limits, progress: PrepareProgress) -> Iterator[Batch]:
-    """Read the records that the tally lacks; the last batch of each file says so."""
+    """Read the records that are not tallied yet, in batches."""
     skipped = tally.current.records
     for index in range(tally.current.index, len(tally.files)):
         file = tally.files[index]
@@ -255,11 +255,14 @@ def _describe(
         parts = sorted(item for item in tally.streams.items() if item[0].split == split)
         if not parts:
             continue
-        named = lambda stream: {"source": stream.source} if stream.source else {}
         splits[split] = {
             **asdict(sum((counts for _, counts in parts), NO_COUNTS)),
             "sources": {stream.source or "all": asdict(counts) for stream, counts in parts},
-            "shards": [shard | named(stream) for stream, _ in parts for shard in shards[stream]],
+            "shards": [
+                shard | ({"source": stream.source} if stream.source else {})
+                for stream, _ in parts
+                for shard in shards[stream]
+            ],
         }
     tokenizer = encoder.tokenizer
     return {
@@ -282,7 +285,7 @@ def _describe(
 
 
 def totals(description: dict[str, Any]) -> dict[str, Any]:
-    """Return counts over all splits of a dataset.json, and some of its own entries."""
+    """Return a dataset.json's counts over all splits, and some of its entries."""
     splits = description["splits"].values()
     totals = {key: sum(s[key] for s in splits) for key in ("documents", "tokens", "bytes")}
     return totals | {
@@ -291,7 +294,7 @@ def totals(description: dict[str, Any]) -> dict[str, Any]:
 
 
 def _places_unknown(description: dict[str, Any]) -> dict[str, Any]:
-    """Return what `Tally.report` returns, as far as a finished dataset knows it."""
+    """Return the entries of `Tally.report`, as far as a finished dataset has them."""
     has_cases = description["dropped"] or description["repaired"]
     return {
         "cases": None if has_cases else [],

@@ -21,17 +21,17 @@ class PrepareProgress(ProgressLine):
         self.start(0, 0)
 
     def start(self, file: int, tokens: int) -> None:
-        """Work begins at this file; so many tokens were made earlier, and count for no speed."""
+        """Begin at this file; `tokens` were made earlier and do not count towards the speed."""
         self._bytes, self._tokens, self._started = self._before[file], tokens, time.monotonic()
         self._pace = Pace(self._total)
         self._pace.seconds_left(self._bytes)
 
     def read(self, file: int, position: int) -> None:
-        """So many bytes of a file, as stored, have been read."""
+        """Note that a file was read up to `position`, in stored bytes."""
         self._bytes = self._before[file] + position
 
     def made(self, documents: int, tokens: int) -> None:
-        """So many documents and tokens were written; shows a line when it is time."""
+        """Show a line if one is due, with the documents and tokens written so far."""
         if not self.is_due():
             return
         speed = (tokens - self._tokens) / (time.monotonic() - self._started)

@@ -1,7 +1,7 @@
-"""Documents out of text files: .txt, .jsonl, .json and .parquet, packed or not, streaming.
+"""Stream documents from .txt, .jsonl, .json and .parquet files, compressed or not.
 
-`read_records` splits a file into records without looking into them, cheap enough for one
-process; `read_document` takes the text out of a record and can run in another process.
+`read_records` splits a file into records without parsing them, which is cheap enough for one
+process; `read_document` extracts the text of a record and can run in another process.
 """
 
 import codecs
@@ -25,15 +25,15 @@ from cem_jax.data.corpus.parquet import parquet_rows
 from cem_jax.storage.paths import AnyPath, reading
 
 UNKNOWN_SOURCE = "unknown"
-# A record that is one of these says nothing about its neighbours; if all of a file's records are
-# of the other kinds, it is the file that is not what it should be.
+# These faults say nothing about the file; if all of its records have others, the file itself is
+# bad.
 HARMLESS = ("empty_text", "null_text")
 _BOM = codecs.BOM_UTF8
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Fields(NamedTuple):
-    """What to read of a record: a.b is field b of field a, where no field is called a.b."""
+    """The fields of a record to read: a.b is field b of field a, unless a field is called a.b."""
 
     text: str
     source: str | None = None  # names the record's source
@@ -41,13 +41,13 @@ class Fields(NamedTuple):
 
 class Record(NamedTuple):
     line: int  # 1-based line of the file, or row of a Parquet file
-    data: bytes | bytearray | None  # text as UTF-8, or a JSON value that is still to be parsed
+    data: bytes | bytearray | None  # text as UTF-8, or an unparsed JSON value
     is_json: bool = False
     source: Any = None  # of a Parquet row
     fault: str | None = None  # why it has no text
 
     def size(self) -> int:
-        """Return the bytes held, roughly."""
+        """Return the approximate number of bytes held."""
         return len(self.data or b"")
 
 
@@ -57,9 +57,9 @@ def read_records(
     on_position: Callable[[int], None] = lambda position: None,
     limits: Limits = LIMITS,
 ) -> Iterator[Record]:
-    """Yield the records of one file in order, telling `on_position` the stored bytes read so far.
+    """Yield the records of one file in order; `on_position` gets the stored bytes read so far.
 
-    Only LF ends a .jsonl record. A .json file may hold an array or one object a line. Raises
+    Only LF ends a .jsonl record. A .json file may hold an array or one object per line. Raises
     BadFile when the file cannot be read to its end or has no such column.
     """
     form = file_format(path)
@@ -79,9 +79,9 @@ def read_records(
 
 
 def check_start(path: AnyPath) -> None:
-    """Raise BadFile when the first bytes of a local file show that it is not what its name says.
+    """Raise BadFile when the first bytes of a local file contradict its name.
 
-    Cheap enough to be done for all files before any is read.
+    This is cheap enough to do for all files before any is read.
     """
     if not isinstance(path, Path):
         return
@@ -98,11 +98,11 @@ class Piece(NamedTuple):
 def read_document(
     record: Record, fields: Fields, limits: Limits = LIMITS
 ) -> tuple[str | None, Iterator[Piece]]:
-    """Return a record's source (None: it has no such field) and its text in pieces.
+    """Return a record's source (None if it has no such field) and its text in pieces.
 
-    Raises BadRecord, the last three also while the pieces are read: missing_column, null_text,
-    not_a_string, not_an_object, too_long, invalid_json, invalid_utf8, empty_text (nothing but
-    whitespace).
+    Raises BadRecord: missing_column, null_text, not_a_string, not_an_object, too_long,
+    invalid_json, invalid_utf8 or empty_text (only whitespace); the last three possibly only while
+    the pieces are read.
     """
     text, source = record.data, record.source
     if record.fault:
@@ -175,12 +175,12 @@ def _decoded(raw: bytes | bytearray, size: int) -> Iterator[str]:
 
 
 def _joined(chunks: Iterator[bytes], largest: int) -> bytearray | None:
-    """Join all bytes; None when they are too many."""
-    whole = bytearray()  # grows in place, where joining would hold everything twice
+    """Join all bytes; return None if there are too many."""
+    whole = bytearray()  # grows in place; joining would hold everything twice
     for chunk in chunks:
         if len(whole) > largest:
             whole.clear()
-            for _ in chunks:  # read to the end all the same: the file may be truncated
+            for _ in chunks:  # read on to the end: the file may be truncated
                 pass
             return None
         whole += chunk
@@ -198,15 +198,15 @@ def _line_records(
             line = _without_bom(line)
             if array_hint and line[:64].lstrip().startswith(b"["):
                 raise BadFile(
-                    "is a JSON array, not one object a line: its name should end in .json"
+                    "is a JSON array, not one object per line: its name should end in .json"
                 )
         if line and not line.isspace():
             yield Record(number, line, is_json=True)
 
 
 def _lines(chunks: Iterator[bytes], largest: int) -> Iterator[bytes | bytearray | None]:
-    """Yield lines, which LF alone ends; None for a line that is too long."""
-    held: bytearray | None = bytearray()  # of a line that continues in the next chunk
+    """Yield lines, which only LF ends; None for a line that is too long."""
+    held: bytearray | None = bytearray()  # a line that continues in the next chunk
     for chunk in chunks:
         first, *rest = chunk.split(b"\n")
         if held is not None:
@@ -222,7 +222,7 @@ def _lines(chunks: Iterator[bytes], largest: int) -> Iterator[bytes | bytearray 
 
 
 def _json_records(chunks: Iterator[bytes], largest: int) -> Iterator[Record]:
-    """Yield an array's elements or, since many .json files are really lines, those."""
+    """Yield an array's elements, or lines, since many .json files really hold JSON lines."""
     head = b""
     for chunk in chunks:
         head = _without_bom(head + chunk)

@@ -1,4 +1,4 @@
-"""Writing token shards, so that a writer that was killed can be continued."""
+"""Write token shards in such a way that a killed writer can be continued."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ _HEADER_BYTES = 128
 
 
 class Stream(NamedTuple):
-    """What token ids are appended to: one source of one split."""
+    """A growing sequence of token ids: one source of one split."""
 
     split: str
     source: str  # "" where sources have no names
@@ -26,8 +26,8 @@ class Stream(NamedTuple):
 class ShardWriter:
     """Appends token ids to `<root>/<stem>-00000.npy`, …, each of at most `shard_tokens`.
 
-    `shards` were finished by an earlier writer, which had put `written` tokens into the next: what
-    that one holds beyond is cut off.
+    `shards` were finished by an earlier writer, which had recorded `written` tokens of the next
+    one; anything beyond them is cut off.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ShardWriter:
                 self._close_shard()
 
     def sync(self) -> tuple[list[dict[str, Any]], int]:
-        """Bring everything to the disk; return the (shards, written) to continue from."""
+        """Flush everything to disk; return the (shards, written) to continue from."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -90,7 +90,7 @@ class ShardWriter:
         return self._root / f"{self._stem}-{len(self._shards):05d}.npy"
 
     def _open(self, written: int) -> None:
-        """Open the next shard, with so many tokens; OSError when the file holds fewer."""
+        """Open the next shard at `written` tokens; raise OSError if the file holds fewer."""
         end = _HEADER_BYTES + written * self._dtype.itemsize
         if written and self._path.stat().st_size < end:
             raise OSError(f"{self._path} is shorter than it was")
@@ -103,7 +103,7 @@ class ShardWriter:
             self._file.seek(end)
 
     def _header(self) -> None:
-        """Write the header: padded so that any count fits, it is written again at the end."""
+        """Write the header, padded so that it can be rewritten with any count at the end."""
         self._file.seek(0)
         np.lib.format.write_array_header_1_0(
             self._file,
@@ -126,29 +126,29 @@ class ShardWriter:
 
 
 class StreamWriters:
-    """The ShardWriter of each stream of a dataset, made when the stream's first ids come."""
+    """One ShardWriter per stream of a dataset, made when the stream's first ids arrive."""
 
     def __init__(self, root: Path, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS):
         self._root, self._dtype, self._shard_tokens = root, dtype, shard_tokens
         self._writers: dict[Stream, ShardWriter] = {}
 
     def append(self, stream: Stream, ids: Integer[np.ndarray, " tokens"]) -> None:
-        """Write ids behind those that the stream has."""
+        """Append ids to a stream."""
         if stream not in self._writers:
             self._writers[stream] = self._writer(stream)
         self._writers[stream].append(ids)
 
     def sync(self) -> list[list[Any]]:
-        """Bring everything to the disk; return what `restore` takes, as JSON can hold it."""
+        """Flush everything to disk; return the state for `restore`, as JSON can hold it."""
         return [[*stream, *writer.sync()] for stream, writer in self._writers.items()]
 
     def restore(self, state: list[list[Any]]) -> None:
-        """Continue from what `sync` returned; OSError when the files hold less than that."""
+        """Continue from what `sync` returned; raise OSError if the files do not match it."""
         for split, source, shards, written in state:
             for shard in shards:
                 path, size = self._root / shard["file"], shard["tokens"] * self._dtype.itemsize
                 if path.stat().st_size != _HEADER_BYTES + size:
-                    raise OSError(f"{path} is not as long as it was")
+                    raise OSError(f"{path} has another length than it had")
             stream = Stream(split, source)
             self._writers[stream] = self._writer(stream, shards, written)
         known = {path for writer in self._writers.values() for path in writer.files}
@@ -172,7 +172,7 @@ class StreamWriters:
 
 
 def _stem(source: str) -> str:
-    """Return `tokens`, or `tokens-` and the source's name as a file's name can hold it."""
+    """Return `tokens`, or `tokens-` and the source's name made safe for a file name."""
     if not source:
         return "tokens"
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", source)[:64]

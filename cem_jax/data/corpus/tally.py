@@ -1,4 +1,4 @@
-"""What became of a corpus: documents, tokens and bytes by stream, and what was dropped and why."""
+"""Counts of a corpus: documents, tokens and bytes by stream, and what was dropped and why."""
 
 import collections
 import sys
@@ -14,14 +14,14 @@ from cem_jax.data.dataset.store import NO_COUNTS, Counts
 from cem_jax.errors import UserError
 from cem_jax.storage.paths import AnyPath
 
-_CASES = 10  # dropped or mended records listed by place
-_WORRYING = 0.01  # share of records dropped that deserves a warning
+_CASES = 10  # dropped or mended records listed with their places
+_WORRYING = 0.01  # share of dropped records above which the note is a warning
 _MOST_SOURCES = 256
 
 
 @dataclass
 class _FileTally:
-    """Counts of the file that is being read."""
+    """Counts of the file being read."""
 
     index: int = 0
     records: int = 0
@@ -32,7 +32,7 @@ class _FileTally:
 
 @dataclass
 class Tally:
-    """Counts kept batch by batch, in order; `current` says how far the corpus was read."""
+    """Counts updated batch by batch, in order; `current` says how far the corpus was read."""
 
     files: tuple[SourceFile, ...]
     fields: Fields
@@ -57,7 +57,7 @@ class Tally:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue counting from what `state` returned; UserError for bad files that count now."""
+        """Continue from what `state` returned; raise UserError if it skipped files now refused."""
         for name in self._LISTS:
             setattr(self, name, state[name])
         self.dropped.update(state["dropped"])
@@ -78,7 +78,7 @@ class Tally:
         return sum(counts.tokens for counts in self.streams.values())
 
     def add(self, encoded: Encoded) -> None:
-        """Count one encoded batch. Raises UserError for a bad file, unless those are skipped."""
+        """Count one encoded batch. Raises UserError for a bad file, unless they are skipped."""
         path, current = self.files[encoded.batch.file].path, self.current
         for line, reason in encoded.dropped:
             self.dropped[reason] += 1
@@ -109,11 +109,11 @@ class Tally:
             )
 
     def report(self, ignored: Sequence[AnyPath]) -> dict[str, Any]:
-        """Print to standard error what did not become data, with places; return it as JSON."""
+        """Print what was left out, with places, to standard error; return it for JSON."""
         lines: list[str] = []
         if ignored:
             kinds = ", ".join(sorted({path.suffix or path.name for path in ignored})[:8])
-            lines.append(f"cem: note: {len(ignored)} files of other formats: {kinds}")
+            lines.append(f"cem: note: {len(ignored)} files of other formats ignored: {kinds}")
         cases = self.dropped_cases + self.repaired_cases
         if cases:
             total = self.dropped.total()
@@ -130,7 +130,7 @@ class Tally:
         return {"cases": cases, "bad_files": self.bad_files}
 
     def _judge(self, path: AnyPath, fault: str | None) -> None:
-        """Judge a file by all of its records: what they have in common is the file's fault."""
+        """Decide whether a file is bad: a fault that all of its records have is the file's."""
         tally = self.current
         if fault:
             self._bad_file(path, fault)
@@ -141,7 +141,7 @@ class Tally:
             self._bad_file(path, f"has no column {self.fields.text!r} in any record")
         elif sum(tally.unusable.values()) == tally.records:
             self._bad_file(
-                path, f"none of its {tally.records:,} records is one: {_reasons(tally.unusable)}"
+                path, f"none of its {tally.records:,} records is valid: {_reasons(tally.unusable)}"
             )
         elif tally.documents and tally.without_source == tally.documents:
             self._bad_file(path, f"has no field {self.fields.source!r} in any record")
@@ -161,7 +161,7 @@ class Tally:
             shown = ", ".join(sorted(sources)[:5])
             raise UserError(
                 f"--source-field {self.fields.source} has more than {_MOST_SOURCES} values "
-                f"({shown}, …): it names no sources"
+                f"({shown}, …): it does not name sources"
             )
 
 

@@ -1,4 +1,4 @@
-"""Training SentencePiece models so that code and text round-trip exactly."""
+"""Train SentencePiece models with which code and text round-trip exactly."""
 
 import io
 import os
@@ -20,10 +20,10 @@ from cem_jax.storage.durable import write_durably
 from cem_jax.storage.paths import any_path
 
 SAMPLE_BYTES = 32_000_000  # text that the trainer sees; BPE needs about 20 times that in memory
-_LEAST_SHARE = 64 << 10  # of a file, when there are too many files to read of all
+_LEAST_SHARE = 64 << 10  # per file read; if there are too many files, some are left out
 _CHUNK_CHARS = 2000
-# The trainer drops every sentence that holds one of its own marks, and NUL cannot be in a piece.
-# Text is cut there instead; byte fallback still encodes them, a tab as one token.
+# The trainer drops every sentence that contains one of its own marks, and no piece can contain NUL.
+# Text is cut at these characters instead; byte fallback still encodes them, a tab as one token.
 _CUTS = re.compile("[\t\0\u2581\u2585]+")
 
 
@@ -37,10 +37,10 @@ def train_tokenizer(
     sample_bytes: int = SAMPLE_BYTES,
     out: TextIO = sys.stdout,
 ) -> dict[str, Any]:
-    """Train a tokenizer on a sample of a corpus (validation and test folders left out).
+    """Train a tokenizer on a sample of a corpus, without its validation and test folders.
 
-    Writes `output` and says on `out` what it learnt. Raises UserError for inputs that cannot be
-    read and for a vocabulary that does not fit them.
+    Writes `output` and prints a summary to `out`. Raises UserError for inputs that cannot be read
+    and for a vocabulary size that does not suit them.
     """
     started = time.monotonic()
     output = any_path(output)
@@ -69,7 +69,7 @@ def train_tokenizer(
     }
     print(
         f"{output}: {tokenizer.vocab_size:,} pieces learnt from {len(documents):,} documents, "
-        f"{size / 1e6:.1f} MB; {result['bytes_per_token']:.2f} bytes a token on its own training "
+        f"{size / 1e6:.1f} MB; {result['bytes_per_token']:.2f} bytes per token on its training "
         f"text; {result['seconds']:.0f} s",
         file=out,
     )
@@ -77,12 +77,12 @@ def train_tokenizer(
 
 
 def train_model(documents: Iterable[str], vocab_size: int, model_type: str = "bpe") -> bytes:
-    """A serialized SentencePiece model with byte fallback; unk 0, bos 1, eos 2, no pad.
+    """Return a serialized SentencePiece model with byte fallback; unk 0, bos 1, eos 2, no pad.
 
     Nothing is normalized and no space is added, so that text survives exactly. Newlines stay
     inside sentences: pieces such as `):⏎` and runs of indentation are learnt.
 
-    Raises UserError when the vocabulary does not fit the sample.
+    Raises UserError when the vocabulary size does not suit the sample.
     """
     model = io.BytesIO()
     try:
@@ -111,10 +111,10 @@ def train_model(documents: Iterable[str], vocab_size: int, model_type: str = "bp
 
 
 def sample_documents(files: Sequence[SourceFile], *, column: str, sample_bytes: int) -> list[str]:
-    """At most about `sample_bytes` of text, taken from the heads of the files in equal shares.
+    """Return at most about `sample_bytes` of text, in equal shares from the heads of the files.
 
-    What small files leave of their share goes to the larger ones; of very many files every
-    n-th is read. Bad records are passed over; a bad file raises UserError, as does a corpus
+    What small files leave of their share goes to the larger ones; of very many files, only every
+    n-th is read. Bad records are skipped. Raises UserError for a bad file, and for a corpus
     without any usable document.
     """
     if sum(file.size for file in files) > sample_bytes:
@@ -161,7 +161,7 @@ def _head(file: SourceFile, column: str, share: int) -> Iterator[str]:
 
 
 def _chunks(documents: Iterable[str]) -> Iterator[str]:
-    """Pieces of about `_CHUNK_CHARS`, cut at line ends where there are any, newlines kept."""
+    """Yield pieces of about `_CHUNK_CHARS`, cut after newlines if there are any."""
     for document in documents:
         for part in _CUTS.split(document):
             start = 0
@@ -183,5 +183,5 @@ def _explain(message: str, vocab_size: int) -> str:
             f"--vocab-size {vocab_size} is too small: 256 byte pieces, control pieces and the "
             f"characters of this text need {least[1]}"
         )
-    reason = message.rpartition("] ")[2] or message  # behind the place in its source code
+    reason = message.rpartition("] ")[2] or message  # without the place in its source code
     return f"SentencePiece could not learn {vocab_size} pieces from this text: {reason}"

@@ -1,4 +1,4 @@
-"""Reading a whole dataset to see that it is what its description says, and fits a model."""
+"""Checks of a dataset's contents against its description and tokenizer."""
 
 import os
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from cem_jax.data.dataset.store import (
 from cem_jax.errors import UserError
 from cem_jax.storage.durable import sha256_of
 
-_SCAN_LIMIT = 1 << 28  # tokens of a split read at start-up in search of ids that do not fit
+_SCAN_LIMIT = 1 << 28  # tokens per split searched at start-up for ids that do not fit
 _SCAN_BLOCK = 1 << 22
 
 
 def check_dataset(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """`cem prepare --check`: read everything again and compare; the description if all agrees.
+    """Read a whole dataset, compare it with its description, and return the description.
 
-    Raises UserError naming every file whose checksum, ids or separators do not fit.
+    Raises UserError naming every file whose checksum, ids or separators do not match.
     """
     dataset = open_dataset(path)
     separators = dataset.load_tokenizer().separator_ids(dataset.separator)
@@ -42,11 +42,11 @@ def check_dataset(path: str | os.PathLike[str]) -> dict[str, Any]:
 def check_token_ids(dataset: Dataset) -> None:
     """Check that every token id fits the dataset's tokenizer.
 
-    Reads the first 2²⁸ tokens of every split (under a second); loaders check what they read, so a
-    damaged shard beyond that is found too.
+    Reads the first 2²⁸ tokens of every split (under a second); loaders check what they read, so
+    damage beyond that is found too.
 
     Raises:
-      UserError: names the first id of each split that does not fit, with its place.
+      UserError: names the first id of each split that does not fit, and its place.
     """
     problems = []
     limit = dataset.vocab_size
@@ -67,7 +67,7 @@ def check_token_ids(dataset: Dataset) -> None:
 def _content_problems(
     dataset: Dataset, name: str, before: list[int], after: list[int]
 ) -> Iterator[str]:
-    """Of one stream: a source's, or a split's where sources have no names."""
+    """Yield the faults of one stream: a source's, or a split's where sources have no names."""
     stream = TokenStream(dataset, name)
     counts = dict.fromkeys(before + after, 0)
     for start, ids in _blocks(stream, len(stream)):
@@ -75,7 +75,7 @@ def _content_problems(
             counts[piece] += int(np.count_nonzero(ids == piece))
         if ids.max() >= dataset.vocab_size:
             index = start + int(np.argmax(ids >= dataset.vocab_size))
-            yield f"{stream.locate(index)}: an id outside the tokenizer's {dataset.vocab_size}"
+            yield f"{stream.locate(index)}: an id outside the vocabulary of {dataset.vocab_size}"
             return
     documents = dataset.splits[name].documents
     for piece, count in counts.items():
@@ -92,7 +92,7 @@ def _blocks(stream: TokenStream, tokens: int) -> Iterator[tuple[int, np.ndarray]
 
 
 def _document_of(dataset: Dataset, stream: TokenStream, index: int) -> int:
-    """1-based number of the document that a token lies in."""
+    """Return the 1-based number of the document that contains a token."""
     before, after = dataset.load_tokenizer().separator_ids(dataset.separator)
     if before:
         counted, first, piece = index + 1, 0, before[0]

@@ -21,12 +21,13 @@ _TELL_SECONDS = 15.0
 
 
 def fetched(url: str, cache: str | os.PathLike[str] | None = None) -> Path:
-    """The local copy of the dataset at `url`, below `cache` (default ~/.cache/cem_jax/datasets).
+    """Return the local copy of the dataset at `url`, fetching it if necessary.
 
-    What is there already is used if the store's dataset.json is the same. Every file's checksum is
-    compared as it arrives; a broken-off fetch goes on with the files that are missing. Processes
-    that share the cache fetch once. Raises UserError when the dataset is not there, cannot be
-    read, is not what its description says, or does not fit the disk.
+    Copies are in `cache` (default ~/.cache/cem_jax/datasets) and are reused while the remote
+    dataset.json is the same. Every file's checksum is checked as it arrives; an interrupted fetch
+    continues with the missing files. Processes that share the cache fetch once. Raises UserError
+    when the dataset does not exist, cannot be read, contradicts its description, or does not fit
+    on the disk.
     """
     url = url.rstrip("/")
     remote = any_path(url)
@@ -43,7 +44,7 @@ def fetched(url: str, cache: str | os.PathLike[str] | None = None) -> Path:
             if not (local / DESCRIPTION).is_file():
                 _fetch(remote, files, described, local)
     except OSError as error:
-        raise UserError(f"{url} cannot be kept in {home}: {error.strerror or error}") from None
+        raise UserError(f"{url} cannot be stored in {home}: {error.strerror or error}") from None
     return local
 
 
@@ -58,7 +59,7 @@ def _read(path: UPath, url: str) -> bytes:
 
 
 def _files(described: bytes, url: str) -> Iterator[tuple[str, str]]:
-    """(name, checksum) of everything that a description names."""
+    """Yield (name, checksum) of every file that a description names."""
     try:
         description = json.loads(described)
         yield MODEL, description["tokenizer"]["hash"]
@@ -95,7 +96,7 @@ def _fetch_file(remote: UPath, target: Path, checksum: str) -> None:
 
 
 def _checked(remote: UPath, checksum: str) -> Iterator[bytes]:
-    """The content; UserError at its end when it is not what the description says."""
+    """Yield the content; raise UserError at its end if its checksum is not the described one."""
     digest = hashlib.sha256()
     with reading(UserError, f"{remote} cannot be read"):
         source = remote.open("rb")
@@ -104,7 +105,9 @@ def _checked(remote: UPath, checksum: str) -> Iterator[bytes]:
             digest.update(chunk)
             yield chunk
     if f"sha256:{digest.hexdigest()}" != checksum:
-        raise UserError(f"{remote} is not the file that its {DESCRIPTION} describes: its checksum")
+        raise UserError(
+            f"{remote} is not the file that its {DESCRIPTION} describes: checksums differ"
+        )
 
 
 def _next(source: BinaryIO, remote: UPath) -> bytes:

@@ -3,12 +3,11 @@
 B windows per batch · R of its rows in this process · S steps · J targets per window (J+1 tokens)
 
 Training windows are numbered n = step·B + row through the whole run, and `order` says which window
-the n-th is. A batch is therefore a pure function of (seed, step, B): it does not depend on the
-number of processes, nor on when the run was resumed. A run that resumes with another B begins at
-the first number that it has not consumed (`TrainLoader.resumed`): none comes twice, none is left
-out.
+the n-th is. A batch is therefore a pure function of (seed, step, B): it depends neither on the
+number of processes nor on when the run was resumed. A run that resumes with another B begins at the
+first number that it has not consumed (`TrainLoader.resumed`): none is repeated or left out.
 
-grain makes the batches ahead, in a thread, and hands them over in order. Everything else is ours:
+grain prefetches the batches in a thread and returns them in order. Everything else is ours, because
 the state of grain's own iterators is tied to the number of processes.
 """
 
@@ -25,17 +24,17 @@ from cem_jax.errors import UserError
 
 Batch = dict[str, Int32[np.ndarray, "R J+1"]]  # tokens, and segments under a document mask
 
-# A batch takes less than a millisecond to make. Handing each one over by itself would take as long,
-# and memory of a few megabytes comes in large pages: grain's element is a block of batches.
-_BLOCK_BYTES, _BLOCK_STEPS = 8 << 20, 32  # made together, at most
-_BLOCKS = 4  # made ahead, as long as they are no larger
+# A batch takes less than a millisecond to make. Handing over each one alone would take as long, and
+# arrays of a few megabytes get large memory pages: grain's element is a block of batches.
+_BLOCK_BYTES, _BLOCK_STEPS = 8 << 20, 32  # size of a block, at most
+_BLOCKS = 4  # prefetched, unless a single batch is larger than that
 _NO_LAST_STEP = 1 << 60
 
 
 class TrainLoader:
     """Shuffled windows of a dataset or mixture, as a pure function of (seed, step).
 
-    `rows` are the rows of the global batch that this process reads, in order; None: all.
+    `rows` are the rows of the global batch that this process reads, in order; None means all.
 
     Raises:
       UserError: the split is missing, smaller than a window, or has fewer windows than a batch.
@@ -72,7 +71,7 @@ class TrainLoader:
         self._separators = _Separators(self.mixture) if document_mask else None
 
     def resumed(self, step: int, consumed: int) -> "TrainLoader":
-        """Return a loader for a run that consumed so many windows before `step`.
+        """Return a loader for a run that used `consumed` windows before `step`.
 
         Earlier steps may have had another batch size.
         """
@@ -82,19 +81,19 @@ class TrainLoader:
 
     @property
     def windows_per_epoch(self) -> int:
-        """Windows of all sources together."""
+        """The number of windows in all sources together."""
         return sum(self.order.sizes)
 
     def consumed(self, step: int) -> int:
-        """Count the windows drawn before `step`, over all processes."""
+        """Return the number of windows drawn before `step`, over all processes."""
         return step * self._batch + self._surplus
 
     def epoch(self, step: int) -> float:
-        """Return windows drawn before `step` over windows there are, all sources together."""
+        """Return the windows drawn before `step` divided by those in all sources together."""
         return self.consumed(step) / self.windows_per_epoch
 
     def sources(self, step: int) -> dict[str, dict[str, float]]:
-        """Return {name: {tokens, epoch}} of each source before `step`; tokens counts targets."""
+        """Return {name: {tokens, epoch}} of each source before `step`; tokens are targets."""
         counts = drawn(self.order.shares, self.consumed(step))
         return {
             name: {"tokens": windows * self._context, "epoch": windows / size}
@@ -108,7 +107,7 @@ class TrainLoader:
         return self.order.windows(self.consumed(step) + self._rows_R)
 
     def batch(self, step: int) -> Batch:
-        """Make the {"tokens"} of one step, with "segments" (document numbers) if masked.
+        """Return {"tokens"} of one step, with "segments" (document numbers) if masked.
 
         Raises:
           UserError: a token id lies outside the tokenizer's vocabulary.
@@ -116,20 +115,20 @@ class TrainLoader:
         return {name: array_SRT[0] for name, array_SRT in self._block(step, 1).items()}
 
     def iterate(self, start_step: int) -> Generator[Batch]:
-        """Yield batches from `start_step` on, made ahead; `close()` ends grain's thread."""
+        """Yield batches from `start_step` on, prefetched; `close()` ends grain's thread."""
         import grain  # takes a second to import
 
         fitting = _BLOCK_BYTES // (len(self._rows_R) * (self._context + 1) * 4)
         steps = min(max(1, fitting), _BLOCK_STEPS)
         ahead = max(-(-self._prefetch // steps), _BLOCKS if fitting else 0)
-        # One thread: batches come off memory-mapped files, and more only fight over the GIL.
+        # One thread: files are memory-mapped, and more threads would only compete for the GIL.
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead)
         starts = grain.MapDataset.range(start_step, _NO_LAST_STEP, steps)
         blocks = starts.map(lambda step: self._block(step, steps)).to_iter_dataset(options)
         return _batches(iter(blocks))
 
     def _block(self, step: int, steps: int) -> dict[str, Int32[np.ndarray, "S R J+1"]]:
-        """Make the batches of consecutive steps in one array: NumPy's cost is per call."""
+        """Make the batches of consecutive steps in one array, since NumPy's cost is per call."""
         number_SR = self.consumed(step + np.arange(steps))[:, None] + self._rows_R
         source_N, window_N = self.order.windows(number_SR.ravel())
         tokens_NT = self._gather(source_N, window_N * self._context)
@@ -180,14 +179,14 @@ def eval_batches(
     document_mask: bool = False,
     rows: Int64[np.ndarray, " R"] | None = None,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield a whole split in order, every token but its stream's first a target exactly once.
+    """Yield a whole split in order; every token but its stream's first is a target exactly once.
 
     Batches are {"tokens": int32 [B, J+1], "weights": float32 [B, J]} and "segments" under
     `document_mask`; weight 1 marks a real target, 0 the padding of the last window and batch.
-    At most `limit` batches; of each only `rows`, where given.
+    Yields at most `limit` batches, and only the given `rows` of each.
 
     Raises:
-      UserError: at the call, when the split is missing or, unless it is one source of several,
+      UserError: when called, if the split is missing or, unless it is one source of several,
         smaller than a window.
     """
     if not dataset.source:
@@ -218,7 +217,7 @@ def _eval_batch(
 
 
 class _Separators:
-    """Finds the documents within windows."""
+    """Finds the documents in windows by their separators."""
 
     def __init__(self, mixture: Mixture):
         before, after = mixture.load_tokenizer().separator_ids(mixture.separator)
@@ -226,7 +225,7 @@ class _Separators:
         self._last = after[0] if after else None
 
     def segments(self, tokens_BT: Integer[np.ndarray, "B T"]) -> Int32[np.ndarray, "B T"]:
-        """Documents counted within each window: one starts at its bos, or else after an eos."""
+        """Number the documents of each window; one starts at its bos, or else after an eos."""
         if self._first is not None:
             starts_BT = tokens_BT == self._first
         else:
@@ -239,6 +238,6 @@ def _require_window(dataset: Dataset, split: str, context: int) -> None:
     tokens = dataset.split(split).tokens
     if tokens < context + 1:
         raise UserError(
-            f"{dataset.name}, split {split!r}: {tokens} tokens are less than one window of "
+            f"{dataset.name}, split {split!r}: {tokens} tokens are fewer than one window of "
             f"data.context + 1 = {context + 1}"
         )

@@ -1,4 +1,4 @@
-"""What a run trains on: one dataset, or several mixed by weight, in directories or at URLs."""
+"""Mixtures: one dataset, or several with weights, in directories or at URLs."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.storage.paths import is_url
 
-_FINEST = 1_000_000  # weights are kept to one part in a million
+_FINEST = 1_000_000  # weights are rounded to one part in a million
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """Of all contents and shares; a lone dataset's is its own."""
+        """Identifies all contents and shares; a single dataset's own fingerprint."""
         if len(self.sources) == 1:
             return self.sources[0].fingerprint
         parts = zip(self.sources, self.shares, strict=True)
@@ -44,17 +44,17 @@ class Mixture:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name of each source, in order."""
+        """The names of the sources, in order."""
         return tuple(source.name for source in self.sources)
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer that all sources share."""
+        """Load the tokenizer that all sources share."""
         return self.sources[0].load_tokenizer()
 
     def parts(self, split: str) -> tuple[Dataset, ...]:
-        """What a split is evaluated by: every source in it that has a name, or else whole.
+        """Return the parts in which a split is evaluated: named sources, or else whole datasets.
 
-        Raises UserError where a dataset has no such split; a single source may lack it.
+        Raises UserError when a dataset has no such split; one of its sources may lack it.
         """
         parts = []
         for source in self.sources:
@@ -68,28 +68,28 @@ class Mixture:
 
 
 def single(dataset: Dataset) -> Mixture:
-    """A mixture of one."""
+    """Return a mixture of one dataset."""
     return Mixture((dataset,), (1,))
 
 
 def open_source(place: str | os.PathLike[str], cache: str | None = None) -> Dataset:
-    """The dataset in a directory or at a URL (fetched into `cache`); `place#source`: one of its
-    named sources.
+    """Open the dataset in a directory or at a URL (fetched into `cache`).
 
-    Raises UserError when there is no such dataset or source.
+    `place#source` is one of its named sources. Raises UserError when there is no such dataset or
+    source.
     """
     place = os.fspath(place)
     directory, _, source = place.rpartition("#")
     if not directory or os.path.isdir(place):
         directory, source = place, ""
     elif not source:
-        raise UserError(f"{place}: names no source behind the #")
+        raise UserError(f"{place}: names no source after the #")
     if is_url(directory):
         copy = fetched(directory, cache)
         try:
             dataset = replace(open_dataset(copy), url=directory)
         except UserError as error:
-            again = f"{copy} is a copy of {directory}: remove it to have it fetched again"
+            again = f"{copy} is a copy of {directory}: remove it to fetch it again"
             raise UserError(*error.messages, again) from None
     else:
         dataset = open_dataset(directory)
@@ -97,11 +97,10 @@ def open_source(place: str | os.PathLike[str], cache: str | None = None) -> Data
 
 
 def open_mixture(entries: Sequence[str], cache: str | None = None) -> Mixture:
-    """Open `place=weight` entries (see `open_source`); weights are positive and need not add up
-    to anything.
+    """Open `place=weight` entries (see `open_source`); weights are positive, with any sum.
 
-    Raises UserError with every malformed entry, unusable dataset, and difference in tokenizer
-    or separator.
+    Raises UserError with every malformed entry, unusable dataset, and difference in tokenizer or
+    separator.
     """
     problems: list[str] = []
     sources: list[Dataset] = []
@@ -127,14 +126,14 @@ def open_mixture(entries: Sequence[str], cache: str | None = None) -> Mixture:
         for before in sources[:i]:
             if _share_windows(before, other):
                 twice = other.name if other.name == before.name else f"{other.name}: {before.name}"
-                problems.append(f"{twice} stands in the mixture twice: give it one weight")
+                problems.append(f"{twice} is in the mixture twice: give it one weight")
     if problems:
         raise UserError(*problems)
     return Mixture(tuple(sources), _integer_shares(weights))
 
 
 def _share_windows(one: Dataset, other: Dataset) -> bool:
-    """The same data, under whatever name; or a whole and one of its sources."""
+    """Return whether they overlap: the same data under any name, or a whole and its source."""
     whole, other_whole = (d.fingerprint.partition("#")[0] for d in (one, other))
     return whole == other_whole and (
         one.source == other.source or not (one.source and other.source)

@@ -1,13 +1,13 @@
-"""Which window of which source is the n-th of a run: a pure function of (seed, n).
+"""The order of training windows: the n-th of a run is a pure function of (seed, n).
 
-n counts windows through the whole run. `choose` gives it to source s, as that source's window i;
-with W windows in the source, that is epoch i // W and place i % W of the epoch's own permutation.
-Epochs follow each other without a gap, so no window is dropped at their borders.
+n counts windows through the whole run. `choose` assigns it to a source, as that source's window i;
+with W windows in the source, it is at place i % W of the permutation of epoch i // W. Epochs follow
+each other without a gap, so no window is dropped between them.
 
 grain has a shuffle and a mixture too. They are written here because whole blocks of numbers go
 through them in a few NumPy calls (grain's take some microseconds of Python per window, several
-times what the gather takes), because each source keeps exact shares and epochs of its own, and
-because the order is part of what a run resumes: it may not change with a library's version.
+times as long as the gather), because each source keeps exact shares and epochs of its own, and
+because resuming depends on the order: it must not change with a library's version.
 
 N window numbers
 """
@@ -37,7 +37,7 @@ class WindowOrder:
     ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
         """Return (source, window within the source's stream) for each number.
 
-        The numbers should lie close together: all between the smallest and the largest are drawn.
+        The numbers should be close together: all between the smallest and the largest are drawn.
         """
         first = int(number_N.min()) // _BLOCK
         last = int(number_N.max()) // _BLOCK
@@ -49,7 +49,7 @@ class WindowOrder:
 
 @functools.lru_cache(maxsize=8)
 def _drawn_block(order: WindowOrder, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw `_BLOCK` consecutive numbers at once and remember them for the next batches."""
+    """Draw `_BLOCK` consecutive numbers at once and cache them for the next batches."""
     number_N = np.arange(block * _BLOCK, (block + 1) * _BLOCK)
     source_N, within_N = choose(order.shares, number_N)
     size_N = np.asarray(order.sizes, np.int64)[source_N]
@@ -67,8 +67,8 @@ def choose(
 ) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
     """Return the source of each window number n >= 0, and its number within the source.
 
-    Exact and evenly spread: among the first n windows each share is met to within the number of
-    sources, and every source's numbers run 0, 1, 2, … without gaps.
+    Shares are exact and evenly spread: among the first n windows each is met to within the number
+    of sources, and every source's numbers run 0, 1, 2, … without gaps.
     """
     within_N = number_N.astype(np.int64)
     source_N = np.full_like(within_N, len(shares) - 1)
@@ -107,7 +107,7 @@ def hashed(*values: Int64[np.ndarray, " N"] | int) -> UInt64[np.ndarray, " N"]:
 def permuted(
     index_N: Int64[np.ndarray, " N"], size: int, key_N: UInt64[np.ndarray, " N"]
 ) -> Int64[np.ndarray, " N"]:
-    """Apply the key's random permutation of [0, size) to each index: no state, no memory.
+    """Apply the key's random permutation of [0, size) to each index, without state.
 
     A Feistel network permutes the smallest range of 4^b numbers that holds `size`; numbers
     beyond `size` are permuted again until they fall into it (less than four times on average).

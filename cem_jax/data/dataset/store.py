@@ -1,9 +1,9 @@
 """Dataset directories: opening, checking, and reading their token streams.
 
-    dataset.json                 what it is: tokenizer, splits, counts, checksums
+    dataset.json                 the description: tokenizer, splits, counts, checksums
     tokenizer.model              the SentencePiece model the tokens were made with
     <split>/tokens-00000.npy …   one flat stream of uint16 or uint32 ids, cut anywhere
-    <split>/tokens-NAME-00000.npy …   the same, where sources have names: a stream for each
+    <split>/tokens-NAME-00000.npy …   one such stream per source, where sources have names
 
 A split is the streams of its sources, one after another. Windows: with J targets each, window w is
 the J+1 tokens [wJ, wJ+J] of a stream, so every token but the stream's first is a target once.
@@ -57,7 +57,7 @@ class Split(Counts):
     sources: dict[str, Counts]  # by name; {} where sources have no names
 
     def only(self, source: str) -> "Split":
-        """The part of it that one source is."""
+        """Return the part of the split that is from one source."""
         shards = tuple(shard for shard in self.shards if shard.source == source)
         counts = self.sources[source]
         return Split(counts.tokens, counts.documents, counts.bytes, shards, {})
@@ -72,24 +72,24 @@ class Dataset:
     vocab_size: int  # pieces of the tokenizer
     separator: str  # bos | eos | both
     splits: dict[str, Split]
-    fingerprint: str  # of the contents: equal for equal tokens, wherever the directory lies
+    fingerprint: str  # of the contents: equal for equal tokens, wherever the directory is
     dropped: dict[str, int]
-    source: str = ""  # the one source that this is, of several in the directory
-    url: str = ""  # where `path` is a copy of
+    source: str = ""  # set if this is only one source of the directory
+    url: str = ""  # that `path` is a copy of
 
     @property
     def name(self) -> str:
-        """The directory or URL, and #source where this is but one."""
+        """The directory or URL, with #source if this is only one source."""
         place = self.url or str(self.path)
         return f"{place}#{self.source}" if self.source else place
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Named sources of any split."""
+        """The named sources of all splits."""
         return tuple(sorted({name for split in self.splits.values() for name in split.sources}))
 
     def only(self, source: str) -> "Dataset":
-        """One named source of it; UserError naming those there are."""
+        """Return one of its named sources; raise UserError if there is no such source."""
         if source not in self.source_names:
             there = ", ".join(self.source_names) or "none (`cem prepare --source-field` makes them)"
             raise UserError(f"{self.path} has no source {source!r}; it has {there}")
@@ -98,13 +98,13 @@ class Dataset:
         return replace(self, splits=splits, fingerprint=fingerprint, source=source)
 
     def load_tokenizer(self) -> Tokenizer:
-        """The tokenizer stored with the tokens; UserError when it is not the one they need."""
+        """Load the tokenizer stored with the tokens; raise UserError if it is not theirs."""
         tokenizer = Tokenizer.load(self.path / MODEL)
         self.require_tokenizer(tokenizer.hash, str(self.path / MODEL))
         return tokenizer
 
     def require_tokenizer(self, other_hash: str, owner: str) -> None:
-        """Raise UserError unless `owner` uses the very tokenizer these tokens were made with."""
+        """Raise UserError unless `owner` uses the tokenizer that these tokens were made with."""
         if other_hash != self.tokenizer_hash:
             raise UserError(
                 f"{self.path} was made with tokenizer {self.tokenizer_hash}, but {owner} has "
@@ -112,11 +112,11 @@ class Dataset:
             )
 
     def split(self, name: str) -> Split:
-        """One split by name; UserError naming those there are."""
+        """Return one split; raise UserError if there is no such split."""
         if name not in self.splits:
             raise UserError(
                 f"{self.name} has no split {name!r}; it has {', '.join(self.splits)} "
-                "(`cem prepare` makes one of a folder of that name, or by --validation-fraction)"
+                "(`cem prepare` makes one from a folder of that name, or by --validation-fraction)"
             )
         return self.splits[name]
 
@@ -127,7 +127,7 @@ class TokenStream:
     def __init__(self, dataset: Dataset, split: str):
         shards = dataset.split(split).shards
         self.files = [dataset.path / shard.file for shard in shards]
-        # Plain array views: np.memmap's own indexing costs microseconds a slice.
+        # Plain array views: np.memmap's own indexing costs microseconds per slice.
         self._arrays = [np.asarray(np.load(file, mmap_mode="r")) for file in self.files]
         self._starts = np.cumsum([0, *map(len, self._arrays)])
 
@@ -138,7 +138,7 @@ class TokenStream:
         return min(int(np.searchsorted(self._starts, index, side="right")), len(self._arrays)) - 1
 
     def read(self, start: int, count: int) -> Integer[np.ndarray, " count"]:
-        """Tokens [start, start+count) in the shards' dtype, read-only where no copy is needed.
+        """Return tokens [start, start+count) in the shards' dtype; read-only if not copied.
 
         Raises IndexError outside the stream.
         """
@@ -157,14 +157,14 @@ class TokenStream:
         return np.concatenate(parts)
 
     def gather(self, start_R: Int64[np.ndarray, " R"], length: int) -> Int32[np.ndarray, "R T"]:
-        """The `length` tokens from each start on; IndexError outside the stream."""
+        """Return `length` tokens from each start on; raise IndexError outside the stream."""
         if len(start_R) and not 0 <= start_R.min() <= start_R.max() <= len(self) - length:
             raise IndexError(f"{length} tokens from one of {start_R} on, of {len(self)}")
         shard_R = np.searchsorted(self._starts, start_R, side="right") - 1
         is_whole_R = start_R + length <= self._starts[shard_R + 1]
         ids_RT = np.empty((len(start_R), length), self._arrays[0].dtype)
         for shard in sorted(set(shard_R[is_whole_R].tolist())):
-            # All windows that the shard has, as overlapping rows: one call picks many.
+            # All windows of the shard as overlapping rows, so that one call picks many.
             ids = self._arrays[shard]
             shape, step = (len(ids) - length + 1, length), ids.itemsize
             window_WT = np.ndarray(shape, ids.dtype, ids, strides=(step, step))
@@ -175,18 +175,18 @@ class TokenStream:
         return ids_RT.astype(np.int32)
 
     def locate(self, index: int) -> str:
-        """`file, token n` of a token's place in the stream, for messages."""
+        """Return a token's place as `file, token n`, for messages."""
         shard = self._shard_of(index)
         return f"{self.files[shard]}, token {index - self._starts[shard]}"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Little-endian uint16 while every id fits, uint32 beyond 65,536 pieces."""
+    """Return little-endian uint16 if every id fits, or uint32 beyond 65,536 pieces."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def num_windows(tokens: int, context: int) -> int:
-    """Windows of `context` targets in a stream of so many tokens."""
+    """Return the number of windows of `context` targets in a stream of `tokens` tokens."""
     return max(0, tokens - 1) // context
 
 
@@ -224,24 +224,24 @@ def open_dataset(path: str | os.PathLike[str]) -> Dataset:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The content of dataset.json; UserError where there is none to read."""
+    """Read dataset.json; raise UserError if that is not possible."""
     try:
         return json.loads((path / DESCRIPTION).read_text())
     except FileNotFoundError:
-        hint = "it is an unfinished one" if path.suffix == ".partial" else "not a dataset"
+        hint = "it is unfinished" if path.suffix == ".partial" else "it is not a dataset"
         raise UserError(f"{path} has no {DESCRIPTION}: {hint}; run `cem prepare`") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path / DESCRIPTION} cannot be read: {error}") from None
 
 
 def description_bytes(description: dict[str, Any]) -> bytes:
-    """dataset.json, with a checksum of itself."""
+    """Return the content of dataset.json, with a checksum of itself."""
     whole = description | {"checksum": description_checksum(description)}
     return (json.dumps(whole, indent=1) + "\n").encode()
 
 
 def description_checksum(description: dict[str, Any]) -> str:
-    """Of all of a description but its own checksum."""
+    """Return the checksum of a description without its checksum entry."""
     rest = {key: value for key, value in description.items() if key != "checksum"}
     digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
     return f"sha256:{digest.hexdigest()}"
@@ -270,7 +270,7 @@ def _from_description(path: Path, description: dict) -> Dataset:
 
 
 def inside(file: str) -> str:
-    """`file`, if it is a path within a dataset's directory; else ValueError."""
+    """Return `file` if it is a path inside a dataset's directory; else raise ValueError."""
     place = PurePosixPath(file)
     if place.is_absolute() or ".." in place.parts:
         raise ValueError(f"file {file!r}")
@@ -282,16 +282,24 @@ def _split_from(name: str, entry: dict[str, Any]) -> Split:
         Shard(inside(s["file"]), s["tokens"], s["checksum"], s.get("source", ""))
         for s in entry["shards"]
     )
-    counts = lambda of: (of["tokens"], of["documents"], of["bytes"])
+    whole = _counts(entry)
     named = any(shard.source for shard in shards)
-    sources = {source: Counts(*counts(of)) for source, of in entry["sources"].items() if named}
-    parts = sources or {"": Counts(*counts(entry))}
-    for source, part in parts.items():
-        if sum(shard.tokens for shard in shards if shard.source == source) != part.tokens:
-            raise ValueError(f"the shards of {name} do not add up to its tokens")
-    if not shards or sum(part.tokens for part in parts.values()) != entry["tokens"]:
+    sources = {source: _counts(of) for source, of in entry["sources"].items() if named}
+    parts = sources or {"": whole}
+    tokens = {
+        source: sum(shard.tokens for shard in shards if shard.source == source) for source in parts
+    }
+    if (
+        not shards
+        or tokens != {source: part.tokens for source, part in parts.items()}
+        or sum(tokens.values()) != whole.tokens
+    ):
         raise ValueError(f"the shards of {name} do not add up to its tokens")
-    return Split(*counts(entry), shards, sources)
+    return Split(whole.tokens, whole.documents, whole.bytes, shards, sources)
+
+
+def _counts(entry: dict[str, Any]) -> Counts:
+    return Counts(entry["tokens"], entry["documents"], entry["bytes"])
 
 
 def _shard_problem(file: Path, tokens: int, dtype: np.dtype) -> str | None:

@@ -13,10 +13,10 @@ from cem_jax.errors import UserError
 from cem_jax.storage.paths import any_path
 
 SEPARATORS = ("bos", "eos", "both")
-_SPACE_MARK = "\u2581"  # SentencePiece writes a space so; a literal one would come back as a space
+_SPACE_MARK = "\u2581"  # SentencePiece's space; a literal one would be decoded as a space
 _LFS_POINTER = b"version https://git-lfs"
 _CUT_AFTER = 1500  # characters: SentencePiece slows down as texts grow
-_LONGEST = 1 << 20  # characters encoded at once: it needs some 50 bytes for each
+_LONGEST = 1 << 20  # characters encoded at once: each needs some 50 bytes
 _BEFORE_WORD = re.compile(rf"(?<=[^\s{_SPACE_MARK}]) (?=\w)")
 _PROBE = "Some words, 12 of them, (x = 3); and\n  a line: été 汉字 end"
 
@@ -27,7 +27,7 @@ class Tokenizer:
     Text never turns into control tokens: a literal `<s>` becomes ordinary pieces. Models without
     a dummy prefix but with byte fallback (our own) are exact: `decode(encode(text)) == text`.
 
-    Raises UserError when the bytes are not a SentencePiece model; `name` stands in the message.
+    Raises UserError when the bytes are not a SentencePiece model; `name` is for the message.
     """
 
     def __init__(self, model_bytes: bytes, name: str = "tokenizer"):
@@ -38,8 +38,8 @@ class Tokenizer:
             self._processor.LoadFromSerializedProto(model_bytes)
         except RuntimeError:
             raise UserError(
-                f"{name} is not a SentencePiece model: give a .model file as `cem tokenizer` "
-                "writes it or as Llama and Mistral come with"
+                f"{name} is not a SentencePiece model: give a .model file such as `cem tokenizer` "
+                "writes or as come with Llama and Mistral"
             ) from None
         self.name = name
         self.model_bytes = model_bytes
@@ -51,25 +51,20 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a `.model` file; raises UserError when it is missing or no SentencePiece model."""
+        """Read a `.model` file; raise UserError if it is missing or not a SentencePiece model."""
         try:
             model_bytes = any_path(path).read_bytes()
         except OSError as error:
             raise UserError(f"tokenizer {path} cannot be read: {error.strerror}") from None
         return cls(model_bytes, name=str(path))
 
-    @classmethod
-    def from_bytes(cls, model_bytes: bytes) -> Self:
-        """The tokenizer of serialized model bytes, as stored in datasets and checkpoints."""
-        return cls(model_bytes)
-
-    def __reduce__(self):  # how worker processes receive it
+    def __reduce__(self):  # pickled for worker processes
         return Tokenizer, (self.model_bytes, self.name)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without separators.
+        """Return the token ids of a text, without separators.
 
-        Raises UserError when the text holds lone surrogates, which UTF-8 cannot express.
+        Raises UserError when the text contains lone surrogates, which UTF-8 cannot express.
         """
         try:
             text.encode()
@@ -80,7 +75,7 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Token ids of many valid texts at once; `threads` of SentencePiece's own."""
+        """Return the token ids of many valid texts, with `threads` of SentencePiece's own."""
         ids = self._processor.encode(list(texts), out_type=int, num_threads=threads)
         if self._space_mark_ids:
             for i, text in enumerate(texts):
@@ -89,11 +84,11 @@ class Tokenizer:
         return ids
 
     def parts(self, pieces: Iterable[str]) -> Iterator[str]:
-        """A text, given in pieces, in parts whose ids make up the ids of the whole.
+        """Regroup a text's pieces into parts whose ids make up the ids of the whole.
 
-        They end before a space where no token can span it, so that long texts take neither
-        more time nor more memory than short ones. The exception is a text of more than a million
-        characters without such a space (or a tokenizer without): it is cut all the same.
+        Parts end before a space that no token can span, so that long texts take neither more time
+        per character nor more memory than short ones. A text of more than a million characters
+        without such a space, or whose tokenizer has none, is cut nevertheless.
         """
         keep_space, cut_after = self._cuts
         held = ""
@@ -112,7 +107,7 @@ class Tokenizer:
             yield held
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; control tokens give nothing, broken UTF-8 gives U+FFFD.
+        """Return the text of token ids; control tokens give nothing, broken UTF-8 gives U+FFFD.
 
         Raises ValueError when an id lies outside the vocabulary.
         """
@@ -122,12 +117,12 @@ class Tokenizer:
         return self._processor.decode(ids)
 
     def separator_ids(self, policy: str) -> tuple[list[int], list[int]]:
-        """The ids (before, after) each document under `bos`, `eos` or `both`.
+        """Return the ids (before, after) each document under `bos`, `eos` or `both`.
 
         Raises UserError when the tokenizer lacks a piece that the policy needs.
         """
         if policy not in SEPARATORS:
-            raise UserError(f"separator {policy!r} is none of {', '.join(SEPARATORS)}")
+            raise UserError(f"separator {policy!r} is not one of {', '.join(SEPARATORS)}")
         wanted = {"bos": policy in ("bos", "both"), "eos": policy in ("eos", "both")}
         found = {"bos": self.bos_id, "eos": self.eos_id}
         lacking = [name for name, needed in wanted.items() if needed and found[name] is None]
@@ -143,7 +138,7 @@ class Tokenizer:
         return before, after
 
     def _find_space_mark_ids(self) -> list[int]:
-        """Byte pieces of a literal U+2581; [] where encoding around it would not be exact."""
+        """Return the byte pieces of a literal U+2581; [] if encoding around it is not exact."""
         pieces = [f"<0x{byte:02X}>" for byte in _SPACE_MARK.encode()]
         ids = [self._processor.piece_to_id(piece) for piece in pieces]
         first = self._processor.encode("a", out_type=int)[:1]
@@ -153,7 +148,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _cuts(self) -> tuple[bool, int]:
-        """Whether the part behind a cut keeps its space, and the characters between cuts."""
+        """(whether the part after a cut keeps its space, the characters between cuts)."""
         ids = range(self._processor.vocab_size())
         pieces = map(self._processor.id_to_piece, ids)
         spanning = any(re.search(f"[^ {_SPACE_MARK}][ {_SPACE_MARK}]", piece) for piece in pieces)
@@ -164,8 +159,8 @@ class Tokenizer:
             encoded = [self.encode_batch(pair) for pair in halves]
             exact = all(first + second == whole for first, second in encoded)
             if exact and not spanning:
-                # BPE ranks its merges, which are local. Unigram sums up scores, and a sum's
-                # rounding depends on where it began.
+                # BPE ranks its merges, which are local. Unigram sums scores, and a sum's rounding
+                # depends on where it began.
                 scores = map(self._processor.get_score, ids)
                 ranks = all(score == int(score) for score in scores)
                 return keep, _CUT_AFTER if ranks else _LONGEST // 2

@@ -1,4 +1,4 @@
-"""Broken records are skipped and told, broken files stop everything: nothing is lost silently."""
+"""Bad records are skipped and reported, bad files stop everything: nothing is lost silently."""
 
 import gzip
 import json
@@ -26,9 +26,9 @@ def run(path, model_file, **options):
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("a.jsonl", b'{"text": \n{"text": \n', "none of its 2 records is one: invalid_json 2"),
-        ("a.jsonl", b'{"text": "\xff"}\n', "none of its 1 records is one: invalid_utf8 1"),
-        ("a.jsonl", b'["a"\n{"text": 1}\n', "a JSON array, not one object a line"),
+        ("a.jsonl", b'{"text": \n{"text": \n', "none of its 2 records is valid: invalid_json 2"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "none of its 1 records is valid: invalid_utf8 1"),
+        ("a.jsonl", b'["a"\n{"text": 1}\n', "a JSON array, not one object per line"),
         ("a.jsonl", b'{"text": 1}\n"text"\n', "not_a_string 1"),
         ("a.jsonl", b"just some prose\nand more\n", "invalid_json 2"),
         ("a.jsonl", b'{"body": "a"}\n{"body": "b"}\n', "no column 'text' in any record"),
@@ -63,7 +63,7 @@ def test_a_file_without_one_valid_record_is_a_bad_file(tmp_path, model_file, nam
     assert bad.startswith(f"{path}: ") and told in bad
 
 
-def test_empty_documents_are_no_fault_of_the_file(tmp_path, model_file):
+def test_empty_documents_do_not_make_a_file_bad(tmp_path, model_file):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": ""}\n{"text": null}\n{"text": " \\n"}\n')
     (tmp_path / "b.jsonl").write_bytes(GOOD)
     result = prepare([str(tmp_path)], model_file, tmp_path / "out", validation_fraction=0.0)
@@ -71,7 +71,7 @@ def test_empty_documents_are_no_fault_of_the_file(tmp_path, model_file):
     assert result["bad_files"] == []
 
 
-def test_all_bad_starts_are_told_at_once_before_any_work(tmp_path, model_file):
+def test_all_bad_starts_are_reported_before_any_work(tmp_path, model_file):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl.zst").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     write_jsonl(tmp_path / "c.jsonl", ["good"])
@@ -132,7 +132,7 @@ def test_parquet_columns_that_hold_no_text(tmp_path, model_file, column, told):
     assert told in caught.value.messages[0]
 
 
-def test_parquet_with_two_columns_of_a_name(tmp_path, model_file):
+def test_parquet_with_two_columns_of_the_same_name(tmp_path, model_file):
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(UserError, match="has 2 columns called 'text'"):
@@ -150,21 +150,21 @@ def test_parquet_nested_column_and_empty_file(tmp_path, model_file):
     assert result["dropped"] == {"empty_file": 1, "null_text": 2}
 
 
-def test_a_line_beyond_all_measure_costs_itself_alone(tmp_path, model_file):
+def test_a_line_that_is_too_long_costs_only_itself(tmp_path, model_file):
     limits = Limits(largest=100_000)
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD + b"x" * 300_000 + b"\n" + GOOD)
     result = run(path, model_file, limits=limits)
     assert (result["documents"], result["cases"]) == (2, [f"{path}:2: too_long"])
     (tmp_path / "b.txt").write_bytes(b"x" * 300_000)
-    with pytest.raises(UserError, match=r"b\.txt: none of its 1 records is one: too_long 1"):
+    with pytest.raises(UserError, match=r"b\.txt: none of its 1 records is valid: too_long 1"):
         prepare([str(tmp_path / "b.txt")], model_file, tmp_path / "out2", limits=limits)
 
 
-def test_a_document_of_many_megabytes_is_encoded_as_any_other(
+def test_a_document_of_many_megabytes_is_encoded_like_any_other(
     tmp_path, model_file, texts, tokenizer
 ):
-    """Long enough to be cut out of its JSON, with escapes; against sentencepiece on the whole."""
+    """It is long enough to be cut out of its JSON; compare with sentencepiece on the whole."""
     text = "\n".join(texts) * 30 + " 🚀 é"
     assert len(text.encode()) > LIMITS.long_string
     row = json.dumps({"id": "x" * LIMITS.long_json, "text": text})
@@ -178,7 +178,7 @@ def test_a_document_of_many_megabytes_is_encoded_as_any_other(
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["jsonl", "json", "txt"])
 def test_memory_stays_within_bounds_with_a_document_of_200_megabytes(tmp_path, model_file, form):
-    """The address space is limited, so that more would fail rather than be missed."""
+    """Peak memory is measured in a process of its own."""
     block = "one long line, é, 🚀 and so on; " * 1000
     count = 200_000_000 // len(block.encode())
     start, end = {"jsonl": ('{"text": "', '"}'), "json": ('[{"text": "', '"}]'), "txt": ("", "")}[

@@ -25,7 +25,7 @@ def test_formats():
     assert file_format(Path("a.py")) is None
 
 
-def test_folders_are_walked_and_others_reported(tmp_path):
+def test_folders_are_walked_and_other_formats_reported(tmp_path):
     touch(tmp_path / "c" / "train" / "chunk1" / "b.jsonl")
     touch(tmp_path / "c" / "valid" / "a.txt")
     touch(tmp_path / "c" / "test" / "t.json")
@@ -66,11 +66,11 @@ def test_a_file_in_two_splits(tmp_path):
     (found,) = find_files([str(tmp_path)]).files
     assert found.split == "train"
     (tmp_path / "test" / "a.txt").symlink_to(document)
-    with pytest.raises(UserError, match="cannot go to test and to train"):
+    with pytest.raises(UserError, match="it cannot be in test and train"):
         find_files([str(tmp_path)])
 
 
-def test_every_fault_at_once(tmp_path):
+def test_every_fault_is_reported_at_once(tmp_path):
     touch(tmp_path / "code" / "a.py")
     (tmp_path / "empty").mkdir()
     inputs = ["nowhere", "no*match", str(tmp_path / "code"), str(tmp_path / "empty"),
@@ -78,8 +78,13 @@ def test_every_fault_at_once(tmp_path):
     with pytest.raises(UserError) as caught:
         find_files(inputs)
     told = caught.value.messages
-    expected = ("nowhere does not exist", "no*match matches no file", "gives only .py files",
-                "gives nothing", "a.py gives only .py files")  # fmt: skip
+    expected = (
+        "nowhere does not exist",
+        "no*match matches no file",
+        "code: no usable file, only .py;",
+        "empty: no usable file;",
+        "a.py: no usable file, only .py;",
+    )
     for message, words in zip(told, expected, strict=True):
         assert words in message
 
@@ -92,7 +97,7 @@ def test_globs_report_what_they_leave_out(tmp_path):
     assert found.ignored == (other,)
 
 
-def test_links_are_followed_but_not_in_circles(tmp_path):
+def test_links_are_followed_but_cycles_are_not(tmp_path):
     touch(tmp_path / "c" / "a.txt")
     touch(tmp_path / "elsewhere" / "b.txt")
     (tmp_path / "c" / "link").symlink_to(tmp_path / "elsewhere")

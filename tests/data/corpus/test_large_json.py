@@ -1,4 +1,4 @@
-"""JSON cut into pieces, against Python's own parser of the whole."""
+"""JSON parsed in pieces, compared with Python's own parser on the whole."""
 
 import json
 
@@ -11,7 +11,7 @@ from cem_jax.data.corpus.large_json import BadRecord, LongString, array_elements
 from cem_jax.data.corpus.limits import Limits
 from cem_jax.data.corpus.readers import Fields, Record, read_document
 
-# Quotes, backslashes, controls, characters of one to four bytes: what a cut could go wrong in.
+# Where a cut could go wrong: quotes, backslashes, controls, characters of one to four bytes.
 ALPHABET = 'ab"\\/\n\t\0 ,:[]{}é汉🚀\u2028'
 TEXTS = st.text(ALPHABET, max_size=60)
 VALUES = st.recursive(
@@ -74,7 +74,7 @@ def test_surrogate_pairs_are_joined_and_lone_ones_mended(before):
         (b'{"text": "aaaa"} {"text": "bbbb"}', "invalid_json"),
     ],
 )
-def test_what_is_wrong_with_a_long_record(raw, reason):
+def test_reasons_for_dropping_a_long_record(raw, reason):
     with pytest.raises(BadRecord, match=reason):
         document(raw)
 
@@ -91,7 +91,7 @@ def test_fields_within_fields():
 
 
 @pytest.mark.parametrize("literal", [b"cut0", b"cut-0", b'"cut"'])
-def test_names_of_cut_strings_are_no_text_of_the_record(literal):
+def test_names_of_cut_strings_do_not_occur_in_the_record(literal):
     raw = b'{"other": "%b", "text": "the real text"}' % literal.strip(b'"')
     value, strings = parse_cut(raw, SMALL)
     assert not any(name.encode() in raw for name in strings)
@@ -113,13 +113,13 @@ def test_arrays_are_cut_into_their_elements(elements, indent, size):
 
 @settings(deadline=None, max_examples=200)
 @given(elements=st.lists(VALUES, min_size=1, max_size=4), share=st.floats(0, 0.999))
-def test_an_array_that_is_cut_short_is_a_bad_file(elements, share):
+def test_a_truncated_array_is_a_bad_file(elements, share):
     raw = json.dumps(elements).encode()
     with pytest.raises(BadFile):
         list(array_elements(iter([raw[: int(share * len(raw))]])))
 
 
-def test_elements_that_are_no_json_are_bad_records():
+def test_invalid_elements_are_bad_records():
     raw = b'[{"text": "a"}, {"text": nonsense}, {"text": "\xff"}, {"text": "b"},]'
     texts = []
     for _, element in array_elements(iter([raw])):
@@ -130,7 +130,7 @@ def test_elements_that_are_no_json_are_bad_records():
     assert texts == ["a", "invalid_json", "invalid_utf8", "b", "invalid_json"]
 
 
-def test_an_element_beyond_all_measure():
+def test_an_element_that_is_too_long():
     chunks = (b'["' if i == 0 else b"x" * 100 for i in range(100))
     with pytest.raises(BadFile, match="more than 1,000 bytes at line 1"):
         list(array_elements(chunks, largest=1000))

@@ -65,7 +65,7 @@ def test_result_does_not_depend_on_workers_or_shard_size(tmp_path, texts, model_
         assert np.array_equal(all_tokens(whole, split), all_tokens(cut, split))
 
 
-def test_hashed_split_is_stable_and_keeps_twins_together(tmp_path, model_file):
+def test_the_hashed_split_is_stable_and_keeps_duplicates_together(tmp_path, model_file):
     texts = [f"document number {i}" for i in range(400)]
 
     def validation(order, name):
@@ -87,7 +87,7 @@ def test_hashed_split_is_stable_and_keeps_twins_together(tmp_path, model_file):
     assert validation(texts[::-1] + texts, "b") == once
 
 
-def test_folders_decide_the_split_and_end_hashing(tmp_path, texts, model_file):
+def test_folders_decide_the_split_instead_of_hashes(tmp_path, texts, model_file):
     for name in ("train", "valid", "test", "more"):
         write_jsonl(tmp_path / "c" / name / "a.jsonl", texts[:20])
     result = prepare([str(tmp_path / "c")], model_file, tmp_path / "out", validation_fraction=0.9)
@@ -167,7 +167,9 @@ def test_wrong_column_names_the_file_and_leaves_nothing(tmp_path, texts, model_f
     assert left_behind(tmp_path) == []
 
 
-def test_nothing_usable_tells_reasons_and_places(tmp_path, model_file):
+def test_a_corpus_without_usable_documents_is_reported_with_reasons_and_places(
+    tmp_path, model_file
+):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": null}\n')
     with pytest.raises(UserError) as caught:
         prepare([str(tmp_path / "a.jsonl")], model_file, tmp_path / "out")
@@ -176,7 +178,7 @@ def test_nothing_usable_tells_reasons_and_places(tmp_path, model_file):
     assert left_behind(tmp_path) == []
 
 
-def test_all_faults_of_a_call_at_once(tmp_path):
+def test_all_faults_of_a_call_are_reported_at_once(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("kept")
     with pytest.raises(UserError) as caught:
@@ -202,7 +204,7 @@ def test_leftovers_of_a_killed_run_are_cleared(tmp_path, texts, model_file):
     assert left_behind(tmp_path) == ["out"]
 
 
-def test_two_writers_of_one_output_do_not_meet(tmp_path, texts, model_file):
+def test_two_processes_cannot_write_the_same_output(tmp_path, texts, model_file):
     write_jsonl(tmp_path / "a.jsonl", texts)
     (tmp_path / "out.partial").mkdir()
     with (tmp_path / "out.partial" / ".lock").open("w") as lock:
@@ -282,7 +284,7 @@ def test_every_broken_file_of_the_shared_data(tmp_path, shared_data, model_file)
         assert left_behind(tmp_path) == []
 
 
-def test_a_corpus_too_small_for_its_validation_fraction_is_told(
+def test_a_corpus_too_small_for_its_validation_fraction_is_reported(
     tmp_path, texts, model_file, capsys
 ):
     write_jsonl(tmp_path / "a.jsonl", texts[:3])

@@ -22,7 +22,7 @@ PACKED = {
 
 
 def read(path, column="text"):
-    """[(line, text or the reason it was dropped)]"""
+    """Return [(line, text or the reason it was dropped)]."""
     result = []
     fields = Fields(column)
     for record in read_records(path, fields):
@@ -78,8 +78,8 @@ def test_concatenated_frames_and_truncation(tmp_path, packing):
 @pytest.mark.parametrize(
     ("packing", "library"), [(".gz", gzip), (".bz2", bz2), (".xz", lzma), (".zst", None)]
 )
-def test_a_damaged_frame_after_a_sound_one_is_noticed(tmp_path, packing, library):
-    """The readers of bz2 and lzma take it for padding: its documents would be lost silently."""
+def test_a_damaged_frame_after_an_intact_one_is_detected(tmp_path, packing, library):
+    """bz2 and lzma take it for padding, so its documents would be lost silently."""
     path = tmp_path / f"a.jsonl{packing}"
     second = bytearray(PACKED[packing](jsonl("b")))
     second[0] ^= 255
@@ -91,7 +91,7 @@ def test_a_damaged_frame_after_a_sound_one_is_noticed(tmp_path, packing, library
         read(path)
 
 
-def test_zstd_skippable_frames_are_passed_over(tmp_path):
+def test_zstd_skippable_frames_are_skipped(tmp_path):
     path = tmp_path / "a.jsonl.zst"
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
     path.write_bytes(skippable + zstandard.compress(jsonl("a")) + skippable)
@@ -113,14 +113,14 @@ def test_zstd_skippable_frames_are_passed_over(tmp_path):
         ("a.parquet", b"plain text, and rather long", "Parquet"),
         ("a.parquet", b"", "Parquet"),
         ("a.jsonl", b'[{"text": "a"}]', "should end in .json"),
-        ("a.json", b'[{"text": "a"}, {"te', "ends inside its JSON array, in the element of line 1"),
+        ("a.json", b'[{"text": "a"}, {"te', "ends inside its JSON array, in the element at line 1"),
         ("a.json", b'[{"text": "a"}, 12', "ends inside its JSON array"),
         ("a.json", b'[{"text": "a"}', "the end of the file instead of ','"),
         ("a.json", b'[{"text": "a"} {"text": "b"}]', "instead of ','"),
         ("a.json", b'[{"text": "a"}] x', "after its JSON array"),
     ],
 )
-def test_files_that_are_not_what_they_say(tmp_path, name, content, words):
+def test_files_whose_content_contradicts_their_name(tmp_path, name, content, words):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(BadFile, match=words):
@@ -186,7 +186,7 @@ def test_json_arrays_stream_with_lines(tmp_path):
     assert read(path) == []
 
 
-def test_json_name_may_hold_lines(tmp_path):
+def test_json_files_may_hold_lines(tmp_path):
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(jsonl("a", "b")))
     assert read(path) == [(1, "a"), (2, "b")]

@@ -1,4 +1,4 @@
-"""`cem prepare` given again when its dataset is complete."""
+"""`cem prepare` run again when its dataset is complete."""
 
 import json
 
@@ -22,7 +22,7 @@ def corpus(tmp_path, texts):
 
 @pytest.fixture
 def command(tmp_path, corpus, model_file):
-    """The words of a command line."""
+    """Return the arguments of a command line."""
     return [
         "prepare", "--input", str(corpus), "--tokenizer", str(model_file),
         "--output", str(tmp_path / "out"), "--validation-fraction", str(FRACTION),
@@ -45,12 +45,12 @@ def test_the_same_command_is_finished(tmp_path, command, capsys):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_so_it_is_where_the_output_lies_in_the_input(corpus, model_file):
+def test_the_output_may_be_inside_the_input(corpus, model_file):
     first = prepare([str(corpus)], model_file, corpus / "tokens")
     assert prepare([str(corpus)], model_file, corpus / "tokens") == first
 
 
-def test_places_of_bad_records_are_not_kept(tmp_path, corpus, model_file):
+def test_places_of_bad_records_are_not_stored(tmp_path, corpus, model_file):
     (corpus / "b.jsonl").write_text('{"text": "x"}\nbroken\n')
     (corpus / "c.jsonl").write_text('{"body": "x"}\n')
     how = dict(skip_bad_files=True)
@@ -82,23 +82,23 @@ def test_other_settings_are_refused(tmp_path, command, capsys, flags, difference
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl"])
-def test_changed_inputs_are_told(tmp_path, corpus, command, capsys, name):
+def test_changed_inputs_are_reported(tmp_path, corpus, command, capsys, name):
     assert cli.main(command) == 0
     write_jsonl(corpus / name, ["other"])
     assert cli.main(command) == 2
     shown = capsys.readouterr().err
-    assert "the input files have changed since it was made of them" in shown
+    assert "the input files have changed since it was made from them" in shown
     assert "input files: '1 files of " in shown
 
 
-def test_the_spelling_of_a_path_is_no_change(tmp_path, corpus, model_file, monkeypatch):
+def test_another_spelling_of_a_path_is_not_a_change(tmp_path, corpus, model_file, monkeypatch):
     prepare([str(corpus)], model_file, tmp_path / "out")
     monkeypatch.chdir(corpus.parent)
     assert prepare([corpus.name], model_file, tmp_path / "out")["tokens"] > 0
 
 
-def test_without_a_record_it_is_a_directory_like_others(tmp_path, command, capsys):
-    """Made by a version that kept none."""
+def test_a_dataset_without_a_recorded_command_is_like_any_directory(tmp_path, command, capsys):
+    """An old version recorded none."""
     assert cli.main(command) == 0
     file = tmp_path / "out" / "dataset.json"
     description = json.loads(file.read_text())

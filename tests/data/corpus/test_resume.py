@@ -1,4 +1,4 @@
-"""An interrupted `cem prepare` continues, to the very bytes of one that was not interrupted."""
+"""An interrupted `cem prepare` continues to the same bytes as one that was not interrupted."""
 
 import contextlib
 import gzip
@@ -30,7 +30,7 @@ OPTIONS = {
 
 @pytest.fixture
 def corpus(tmp_path, texts):
-    """Two splits, records to drop and to mend, an empty file, and one that is cut short."""
+    """Write records to keep, drop and mend, an empty file, and a truncated one."""
     folder = tmp_path / "corpus"
     write_jsonl(folder / "a.jsonl", texts[:30])
     (folder / "b.jsonl").write_text(
@@ -45,7 +45,7 @@ def corpus(tmp_path, texts):
 
 @contextlib.contextmanager
 def interrupted_after(monkeypatch, batches):
-    """`prepare` ends as Ctrl-C ends it, after so many batches."""
+    """Interrupt `prepare` after this many batches, as Ctrl-C would."""
     encode_all = prepare_module.encode_all
 
     def some(*arguments):
@@ -93,11 +93,11 @@ def test_work_is_not_done_twice(tmp_path, corpus, model_file, monkeypatch):
         with interrupted_after(monkeypatch, batches):
             run(corpus, model_file, tmp_path / "out")
     run(corpus, model_file, tmp_path / "out")
-    repeated = 2  # the batch that was under way at each interruption
+    repeated = 2  # the batch in progress at each interruption
     assert sum(counted) <= whole + repeated * max(counted)
 
 
-def test_what_lies_behind_the_journal_is_cut_off(tmp_path, corpus, model_file, monkeypatch):
+def test_data_beyond_the_journal_is_cut_off(tmp_path, corpus, model_file, monkeypatch):
     run(corpus, model_file, tmp_path / "whole")
     with interrupted_after(monkeypatch, 5):
         run(corpus, model_file, tmp_path / "out")
@@ -144,7 +144,9 @@ def test_a_journal_of_another_version_means_starting_over(
         ({"validation_fraction": 0.1}, "--validation-fraction: 0.2 there, 0.1 now"),
     ],
 )
-def test_another_command_does_not_go_on(tmp_path, corpus, model_file, monkeypatch, change, words):
+def test_another_command_does_not_continue(
+    tmp_path, corpus, model_file, monkeypatch, change, words
+):
     with interrupted_after(monkeypatch, 3):
         run(corpus, model_file, tmp_path / "out")
     before = files_of(tmp_path / "out.partial")
@@ -153,7 +155,7 @@ def test_another_command_does_not_go_on(tmp_path, corpus, model_file, monkeypatc
     assert files_of(tmp_path / "out.partial") == before
 
 
-def test_changed_inputs_do_not_go_on(tmp_path, corpus, model_file, monkeypatch):
+def test_changed_inputs_do_not_continue(tmp_path, corpus, model_file, monkeypatch):
     with interrupted_after(monkeypatch, 3):
         run(corpus, model_file, tmp_path / "out")
     write_jsonl(corpus / "a.jsonl", ["other"])
@@ -161,12 +163,12 @@ def test_changed_inputs_do_not_go_on(tmp_path, corpus, model_file, monkeypatch):
         run(corpus, model_file, tmp_path / "out")
 
 
-def test_a_bad_file_late_in_a_corpus_does_not_cost_what_came_before(
+def test_a_bad_file_late_in_a_corpus_does_not_cost_earlier_work(
     tmp_path, corpus, model_file, capsys
 ):
     with pytest.raises(UserError, match=r"d\.jsonl\.gz: is truncated"):
         run(corpus, model_file, tmp_path / "out", skip_bad_files=False)
-    assert "keeps what was done; repeat the command to continue" in capsys.readouterr().err
+    assert "keeps the work done so far; rerun the command to continue" in capsys.readouterr().err
     run(corpus, model_file, tmp_path / "out")
     run(corpus, model_file, tmp_path / "whole")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
@@ -174,7 +176,7 @@ def test_a_bad_file_late_in_a_corpus_does_not_cost_what_came_before(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_outright_three_times(tmp_path, texts, model_file, workers):
+def test_killed_three_times(tmp_path, texts, model_file, workers):
     corpus = tmp_path / "corpus"
     for name in "abc":
         write_jsonl(corpus / f"{name}.jsonl", [f"{name} {i} {t}" for i in range(60) for t in texts])

@@ -1,4 +1,4 @@
-"""Documents by source: streams of their own, mixed by weight and evaluated one by one."""
+"""Documents by source: each source has its own stream, weight and evaluation."""
 
 import json
 
@@ -22,7 +22,7 @@ J = 8
 
 @pytest.fixture
 def rows(texts):
-    """(text, source): three sources in turn."""
+    """Return (text, source) pairs of two sources."""
     return [(text, ("Wiki", "C4", "Wiki")[i % 3]) for i, text in enumerate(texts[:30])]
 
 
@@ -91,7 +91,7 @@ def test_parquet_has_the_same_sources(tmp_path, rows, model_file, dataset, neste
     assert contents_of(tmp_path / "q") == contents_of(dataset.path)
 
 
-def test_workers_change_nothing(tmp_path, rows, model_file):
+def test_the_number_of_workers_changes_nothing(tmp_path, rows, model_file):
     limits = Limits(batch=2000, small_corpus=0)
     write(tmp_path / "a.jsonl", rows)
     for workers in (1, 2):
@@ -101,7 +101,7 @@ def test_workers_change_nothing(tmp_path, rows, model_file):
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
 
 
-def test_names_that_files_cannot_have(tmp_path, model_file):
+def test_source_names_that_are_not_valid_file_names(tmp_path, model_file):
     names = ["a/b", "a_b", "é ✓", "..", " x ", 7, None, {"no": "name"}]
     rows = [(f"document {i}", name) for i, name in enumerate(names)]
     write(tmp_path / "a.jsonl", rows)
@@ -116,7 +116,7 @@ def test_names_that_files_cannot_have(tmp_path, model_file):
     check_dataset(dataset.path)
 
 
-def test_a_field_that_is_nowhere_or_names_nothing(tmp_path, rows, model_file):
+def test_a_source_field_that_is_missing_or_has_too_many_values(tmp_path, rows, model_file):
     write(tmp_path / "a.jsonl", rows)
     inputs = [str(tmp_path / "a.jsonl")]
     with pytest.raises(UserError, match=r"a\.jsonl: has no field 'meta\.name' in any record"):
@@ -145,18 +145,18 @@ def test_a_mixture_of_the_sources_of_one_dataset(dataset):
     assert tokens[mixture.names[0]] == 3 * tokens[mixture.names[1]]
 
 
-def test_unknown_sources_name_those_there_are(dataset, make_dataset, texts):
+def test_messages_about_unknown_sources_list_the_known_ones(dataset, make_dataset, texts):
     with pytest.raises(UserError, match="no source 'Books'; it has C4, Wiki"):
         open_source(f"{dataset.path}#Books")
     plain = make_dataset(texts[:5])
     with pytest.raises(UserError, match=r"no source 'x'; it has none.*--source-field"):
         open_mixture((f"{plain.path}#x=1",))
-    with pytest.raises(UserError, match="stands in the mixture twice"):
+    with pytest.raises(UserError, match="is in the mixture twice"):
         open_mixture((f"{plain.path}=1", f"{plain.path}=2"))
 
 
 def test_a_split_is_evaluated_source_by_source(dataset):
-    """Each stream to its end: sources do not share windows, and small ones are padded."""
+    """Each stream is read to its end: sources share no windows, and small ones are padded."""
     mixture = single(dataset)
     parts = mixture.parts("validation")
     assert [part.name for part in parts] == [f"{dataset.path}#C4", f"{dataset.path}#Wiki"]

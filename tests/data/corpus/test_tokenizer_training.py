@@ -26,7 +26,7 @@ def test_training_is_deterministic(tokenizer, texts):
     assert train_model(texts, 512) == tokenizer.model_bytes
 
 
-def test_unigram_trains_and_survives(texts):
+def test_text_survives_a_unigram_model(texts):
     unigram = Tokenizer(train_model(texts, 400, "unigram"))
     assert all(unigram.decode(unigram.encode(text)) == text for text in texts[:10])
 
@@ -49,7 +49,7 @@ def test_samples_take_from_every_file_within_the_limit(tmp_path, texts):
     assert sum(map(len, whole)) == 3_010_000
 
 
-def test_it_trains_on_the_training_part_alone(tmp_path, texts, capsys):
+def test_it_trains_only_on_the_training_part(tmp_path, texts, capsys):
     for split, content in (("train", "\n".join(texts)), ("validation", "Ω" * 5000)):
         (tmp_path / split).mkdir()
         (tmp_path / split / "a.txt").write_text(content)

@@ -1,4 +1,4 @@
-"""Where `cem prepare` works and looks: what it may remove, and what is no corpus."""
+"""The working directory of `cem prepare`: what it may remove, and what is not a corpus."""
 
 import json
 import os
@@ -27,12 +27,12 @@ def corpus(tmp_path, texts):
     return folder
 
 
-def test_what_others_left_is_never_removed(tmp_path, corpus, model_file):
+def test_foreign_files_are_never_removed(tmp_path, corpus, model_file):
     for name in ("notes.txt", "train/notes.txt", "deep/er/tokens-00000.npy"):
         mine = tmp_path / "out.partial" / name
         mine.parent.mkdir(parents=True)
         mine.write_text("precious")
-        with pytest.raises(UserError, match=f"{re.escape(str(mine))} is not of `cem prepare`"):
+        with pytest.raises(UserError, match=f"{re.escape(str(mine))} .* not from `cem prepare`"):
             prepare([str(corpus)], model_file, tmp_path / "out")
         assert mine.read_text() == "precious"
         mine.rename(tmp_path / "saved")
@@ -54,17 +54,17 @@ def test_an_output_that_cannot_be_replaced_is_refused_at_once(tmp_path, corpus, 
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.endswith(".partial")) == []
 
 
-def test_the_working_directory_itself(tmp_path, corpus, model_file, monkeypatch):
+def test_the_output_may_be_the_current_directory(tmp_path, corpus, model_file, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     prepare([str(corpus)], model_file, ".", validation_fraction=0.2)
     assert open_dataset(tmp_path / "empty").splits["train"].documents > 0
 
 
-def test_what_prepare_made_within_its_input_is_no_corpus(
+def test_what_prepare_made_inside_its_input_is_not_corpus(
     tmp_path, corpus, model_file, monkeypatch, capsys
 ):
-    """A killed run continues there, and a finished dataset is passed over with a note."""
+    """A killed run continues there, and a finished dataset is skipped with a note."""
     whole = prepare([str(corpus)], model_file, tmp_path / "whole")
     often = Limits(keep_seconds=0.0, batch=2000)
     encode_all = prepare_module.encode_all
@@ -83,10 +83,10 @@ def test_what_prepare_made_within_its_input_is_no_corpus(
     capsys.readouterr()
     again = prepare([str(corpus)], model_file, tmp_path / "again")
     assert whole["documents"] == resumed["documents"] == again["documents"]
-    assert "1 files of other formats: tokens" in capsys.readouterr().err
+    assert "1 files of other formats ignored: tokens" in capsys.readouterr().err
 
 
-def test_paths_are_taken_as_their_text(tmp_path, corpus, model_file):
+def test_path_objects_are_accepted(tmp_path, corpus, model_file):
     made = prepare([corpus], model_file, tmp_path / "out", validation_fraction=0.2)
     assert open_source(tmp_path / "out") == open_source(str(tmp_path / "out"))
     assert (
@@ -96,7 +96,7 @@ def test_paths_are_taken_as_their_text(tmp_path, corpus, model_file):
     )
 
 
-def test_a_pipe_is_no_file(tmp_path, corpus, model_file):
+def test_a_pipe_is_not_a_file(tmp_path, corpus, model_file):
     os.mkfifo(corpus / "p.jsonl")
     with pytest.raises(UserError, match=r"p\.jsonl is not a regular file"):
         prepare([str(corpus)], model_file, tmp_path / "out")
@@ -105,17 +105,17 @@ def test_a_pipe_is_no_file(tmp_path, corpus, model_file):
 @pytest.mark.parametrize(
     ("folder", "words"),
     [
-        ("train", "every file lies in a folder that names its split"),
-        ("dev", "there is no training split: .*stands for validation"),
+        ("train", "every file is in a folder that names its split"),
+        ("dev", "there is no training split: .*names the validation split"),
     ],
 )
-def test_a_missing_split_is_told_with_its_cause(tmp_path, texts, model_file, capsys, folder, words):
+def test_a_missing_split_is_explained(tmp_path, texts, model_file, capsys, folder, words):
     write_jsonl(tmp_path / folder / "a.jsonl", texts)
     prepare([str(tmp_path / folder)], model_file, tmp_path / "out", validation_fraction=0.2)
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_a_changed_description_is_refused_by_all_who_open_it(tmp_path, corpus, model_file):
+def test_a_changed_description_is_refused(tmp_path, corpus, model_file):
     out = tmp_path / "out"
     prepare([str(corpus)], model_file, out, validation_fraction=0.2)
     description = json.loads((out / "dataset.json").read_text())
@@ -136,7 +136,7 @@ def test_a_damaged_description_is_a_plain_error(tmp_path, corpus, model_file, co
 
 
 @pytest.mark.parametrize("file", ["../out/train/tokens-00000.npy", 5, "/train/tokens-00000.npy"])
-def test_shards_lie_within_their_dataset(tmp_path, corpus, model_file, file):
+def test_shards_must_be_inside_their_dataset(tmp_path, corpus, model_file, file):
     out = tmp_path / "out"
     prepare([str(corpus)], model_file, out, validation_fraction=0.2)
     description = json.loads((out / "dataset.json").read_text())
@@ -146,13 +146,13 @@ def test_shards_lie_within_their_dataset(tmp_path, corpus, model_file, file):
         open_dataset(out)
 
 
-def test_the_same_data_by_another_name_is_no_second_source(tmp_path, corpus, model_file):
+def test_the_same_data_under_another_name_is_not_a_second_source(tmp_path, corpus, model_file):
     out = tmp_path / "out"
     prepare([str(corpus)], model_file, out, validation_fraction=0.2)
     for other in (f"{out}/../out", f"file://{out}"):
         with pytest.raises(UserError, match="twice"):
             open_mixture([f"{out}=1", f"{other}=1"], cache=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match="names no source behind the #"):
+    with pytest.raises(UserError, match="names no source after the #"):
         open_mixture([f"{out}#=1"])
 
 
@@ -163,7 +163,7 @@ def test_a_file_and_its_url_are_one(tmp_path, corpus, model_file):
     assert once["documents"] == twice["documents"]
 
 
-def test_ids_of_parts_are_those_of_the_whole_beside_a_literal_space_mark(shared_data):
+def test_parts_have_the_ids_of_the_whole_next_to_a_literal_space_mark(shared_data):
     tokenizer = Tokenizer.load(shared_data / "tokenizers" / "mistral-v1-32k.model")
     text = ("word \u2581 and\u2581 more " * 400).strip()
     whole = tokenizer.encode_batch([text])[0]
@@ -171,7 +171,7 @@ def test_ids_of_parts_are_those_of_the_whole_beside_a_literal_space_mark(shared_
     assert list(whole) == list(parts)
 
 
-def test_a_killed_worker_is_told_in_one_line():
+def test_a_killed_worker_is_reported_in_one_line():
     result = Future()
     result.set_exception(BrokenProcessPool("gone"))
     with pytest.raises(RunFailed, match="a worker process was killed"):

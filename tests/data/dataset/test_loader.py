@@ -33,7 +33,7 @@ def test_batches_are_windows_of_the_stream(dataset):
             assert np.array_equal(row, stream[window * J : window * J + J + 1])
 
 
-def test_every_window_once_an_epoch_and_nothing_dropped(dataset):
+def test_every_window_is_drawn_once_per_epoch(dataset):
     load = loader(dataset, global_batch=7)
     count = load.windows_per_epoch
     assert count == (len(all_tokens(dataset, "train")) - 1) // J
@@ -51,7 +51,7 @@ def test_resuming_anywhere_continues_the_same_order(dataset):
     assert np.array_equal(np.concatenate(pieces), whole)
 
 
-def test_seed_decides_the_order(dataset):
+def test_the_seed_decides_the_order(dataset):
     assert np.array_equal(drawn(loader(dataset, seed=1), range(9)),
                           drawn(loader(dataset, seed=1), range(9)))  # fmt: skip
     assert not np.array_equal(drawn(loader(dataset, seed=1), range(9)),
@@ -59,7 +59,7 @@ def test_seed_decides_the_order(dataset):
 
 
 def test_training_never_sees_held_out_tokens(dataset):
-    """Windows index the training stream alone, in every epoch."""
+    """Windows index only the training stream, in every epoch."""
     stream = all_tokens(dataset, "train")
     known = {tuple(stream[i * J : i * J + J + 1]) for i in range((len(stream) - 1) // J)}
     load = loader(dataset)
@@ -118,11 +118,11 @@ def test_mixtures_draw_by_weight_and_by_source_epochs(make_dataset, texts):
     assert np.array_equal(load.batch(3)["tokens"][row], stream[window * J : window * J + J + 1])
 
 
-def test_too_little_data_is_told_with_numbers(make_dataset, texts):
+def test_too_little_data_is_reported_with_numbers(make_dataset, texts):
     small = make_dataset(["a b"], ["c"])
-    with pytest.raises(UserError, match=r"'train': \d tokens are less than one window.*= 17"):
+    with pytest.raises(UserError, match=r"'train': \d tokens are fewer than one window.*= 17"):
         loader(small)
-    with pytest.raises(UserError, match=r"'validation': \d tokens are less than one window"):
+    with pytest.raises(UserError, match=r"'validation': \d tokens are fewer than one window"):
         eval_batches(small, "validation", context=J, batch=2)
     dataset = make_dataset(texts[:2])
     count = (len(all_tokens(dataset, "train")) - 1) // J
@@ -148,7 +148,7 @@ def test_ids_outside_the_tokenizer_stop_the_batch(dataset):
 
 @pytest.mark.parametrize("batch", [1, 3, 64])
 @pytest.mark.parametrize("context", [5, J, 100])
-def test_evaluation_meets_every_target_once(dataset, batch, context):
+def test_evaluation_has_every_target_once(dataset, batch, context):
     stream = all_tokens(dataset, "validation")
     inputs, targets = [], []
     for part in eval_batches(dataset, "validation", context=context, batch=batch):

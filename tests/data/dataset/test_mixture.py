@@ -21,7 +21,7 @@ def test_shares_are_exact_and_gapless(shares):
     assert np.array_equal(again[1], within[::-7])
 
 
-def test_far_numbers_do_not_overflow():
+def test_large_numbers_do_not_overflow():
     source, within = choose((999_999, 1), np.array([10**12]))
     assert source[0] == 1
     assert within[0] == 10**6
@@ -37,7 +37,7 @@ def test_opens_entries(make_dataset, texts):
     assert open_mixture((f"{a.path}=2",)).fingerprint == a.fingerprint
 
 
-def test_refuses_all_faults_at_once(make_dataset, texts):
+def test_reports_all_faults_at_once(make_dataset, texts):
     a, b = make_dataset(texts), make_dataset(texts, separator="eos")
     entries = (f"{a.path}=1", f"{b.path}=1", str(a.path), f"{a.path}=0", f"{a.path}=nan", "no=1")
     with pytest.raises(UserError) as caught:

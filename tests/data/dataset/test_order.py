@@ -1,4 +1,4 @@
-"""The order of training windows through epochs, kills, other batches and other process counts."""
+"""The order of training windows over epochs, kills, and changed batch and process counts."""
 
 import numpy as np
 import pytest
@@ -24,13 +24,13 @@ def loader(dataset, **options):
 
 
 def numbers(load, steps):
-    """(source, window) of every row, in order."""
+    """Return (source, window) of every row, in order."""
     pairs = [np.stack(load.windows(step), axis=1) for step in steps]
     return np.concatenate(pairs).tolist()
 
 
 def test_held_out_documents_stay_out_in_every_epoch(tmp_path, model_file):
-    """A split chosen by hash and reshuffled epochs: no document is on both sides, ever."""
+    """With a split chosen by hash and reshuffled epochs, no document is ever on both sides."""
     documents = [f"the {word} document of many words" for word in "abcdefghijklmnopqrst"]
     write_jsonl(tmp_path / "a.jsonl", documents)
     prepare([str(tmp_path / "a.jsonl")], model_file, tmp_path / "out", validation_fraction=0.4)
@@ -49,8 +49,8 @@ def test_held_out_documents_stay_out_in_every_epoch(tmp_path, model_file):
 
 
 @pytest.mark.parametrize("stops", [(3, 6, 9), (1,), (18, 19, 60)])
-def test_a_run_killed_anywhere_draws_what_an_undisturbed_one_does(dataset, stops):
-    """Each part by a loader of its own, as after a restart; epochs keep counting."""
+def test_a_run_killed_anywhere_draws_the_same_windows(dataset, stops):
+    """Each part has its own loader, as after a restart; epochs continue to count."""
     whole = numbers(loader(dataset), range(100))
     pieces, start = [], 0
     for stop in (*stops, 100):
@@ -67,7 +67,7 @@ def test_a_run_killed_anywhere_draws_what_an_undisturbed_one_does(dataset, stops
     count = loader(dataset).windows_per_epoch
     for epoch in range(len(whole) // count):
         own = [window for _, window in whole[epoch * count : (epoch + 1) * count]]
-        assert sorted(own) == list(range(count))  # none twice, none left out
+        assert sorted(own) == list(range(count))  # none repeated or left out
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 8), (8, 2)])
@@ -86,7 +86,7 @@ def test_another_number_of_processes_draws_the_same(dataset, before, after):
 
 @pytest.mark.parametrize("batches", [(8, 4, 16), (8, 3, 5), (2, 8)])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_another_batch_goes_on_at_the_first_window_not_consumed(
+def test_another_batch_size_continues_at_the_first_window_not_consumed(
     dataset, make_dataset, texts, batches, mixed
 ):
     data = dataset
@@ -106,7 +106,7 @@ def test_another_batch_goes_on_at_the_first_window_not_consumed(
     assert drawn == numbers(loader(data, global_batch=1), range(consumed))
 
 
-def test_processes_with_another_batch_read_their_rows_of_it(dataset):
+def test_processes_read_their_rows_of_another_batch_size(dataset):
     whole, half = loader(dataset, global_batch=6), loader(dataset, global_batch=6, rows=slice(3, 6))
     whole, half = (load.resumed(5, 5 * B) for load in (whole, half))
     for step in (5, 6, 50):
@@ -114,8 +114,8 @@ def test_processes_with_another_batch_read_their_rows_of_it(dataset):
 
 
 @pytest.mark.parametrize("separator", ["bos", "eos"])
-def test_documents_are_marked_in_golden_ids(tmp_path, model_file, tokenizer, separator):
-    """What a cache without the marks, or with another tokenizer's, would get wrong."""
+def test_golden_ids_with_separators(tmp_path, model_file, tokenizer, separator):
+    """A cache without separators, or with another tokenizer's, would get this wrong."""
     (tmp_path / "a.txt").write_text("def f(x):\n    return x\n")
     (tmp_path / "b.txt").write_text("x")
     prepare([str(tmp_path / "*.txt")], model_file, tmp_path / "out", separator=separator,
@@ -125,7 +125,7 @@ def test_documents_are_marked_in_golden_ids(tmp_path, model_file, tokenizer, sep
     assert ids == ([1, *a, 1, *b] if separator == "bos" else [*a, 2, *b, 2])
 
 
-def test_the_seed_is_the_only_other_choice(dataset):
+def test_otherwise_only_the_seed_changes_the_order(dataset):
     one, same, other = (loader(dataset, seed=seed) for seed in (1, 1, 2))
     assert numbers(one, range(20)) == numbers(same, range(20)) != numbers(other, range(20))
 

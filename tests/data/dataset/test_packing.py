@@ -1,4 +1,4 @@
-"""Documents packed into windows under the document mask: as if each stood in a window alone."""
+"""Documents packed into windows under the document mask behave as if alone in a window."""
 
 import jax
 import numpy as np
@@ -19,14 +19,14 @@ def documents(texts):
 
 
 def spans(segments):
-    """[start, end) of each document within a window."""
+    """Return [start, end) of each document within a window."""
     edges = np.flatnonzero(np.diff(segments)) + 1
     return list(zip([0, *edges], [*edges, len(segments)], strict=True))
 
 
 @pytest.mark.parametrize("separator", ["bos", "eos", "both"])
 def test_segments_are_the_documents_of_the_stream(make_dataset, documents, tokenizer, separator):
-    """Numbered by walking the documents, not by looking for separators."""
+    """The expected numbers come from the documents, not from separators."""
     dataset = make_dataset(documents, separator=separator)
     before, after = tokenizer.separator_ids(separator)
     owner = []
@@ -51,7 +51,7 @@ def test_segments_are_the_documents_of_the_stream(make_dataset, documents, token
     ],
     ids=lambda fields: " ".join(map(str, fields.values())),
 )
-def test_packed_logits_are_unpacked_logits(make_dataset, documents, fields):
+def test_packed_and_unpacked_logits_are_equal(make_dataset, documents, fields):
     """Positions restart by themselves: ALiBi and rotations depend on distances alone."""
     make = model_config if fields.get("kind") == "llama" else full_config
     config = make(vocab_size=512, **fields)
@@ -70,7 +70,7 @@ def test_packed_logits_are_unpacked_logits(make_dataset, documents, fields):
             np.testing.assert_allclose(logits[start:end], expected, rtol=2e-4, atol=2e-4)
 
 
-def test_without_the_mask_documents_do_see_each_other(make_dataset, documents):
+def test_without_the_mask_documents_see_each_other(make_dataset, documents):
     config = full_config(vocab_size=512)
     model = pure.bind(config, random_parameters(config, np.float32))
     load = TrainLoader(
@@ -83,8 +83,10 @@ def test_without_the_mask_documents_do_see_each_other(make_dataset, documents):
     assert not np.allclose(masked, whole, atol=1e-2)
 
 
-def test_the_loss_of_a_packed_split_is_its_documents_losses(make_dataset, documents, tokenizer):
-    """Summed document by document; a document's first token is predicted from what came before."""
+def test_the_loss_of_a_packed_split_is_the_sum_over_its_documents(
+    make_dataset, documents, tokenizer
+):
+    """A document's first token is predicted from the document before it."""
     config = full_config(vocab_size=512)
     model = pure.bind(config, random_parameters(config, np.float32))
     dataset = make_dataset(["x"], documents)
@@ -101,7 +103,7 @@ def test_the_loss_of_a_packed_split_is_its_documents_losses(make_dataset, docume
     for text in documents:
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
         targets = [*ids[1:], *stream[at + len(ids) : at + len(ids) + 1]]
-        window = np.zeros((1, len(stream)), np.int32)  # one length, to be compiled once
+        window = np.zeros((1, len(stream)), np.int32)  # one length, so that it is compiled once
         window[0, : len(ids)] = ids
         logits = np.asarray(forward(window)[0], np.float64)[: len(targets)]
         log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)

@@ -21,7 +21,7 @@ from cem_jax.errors import UserError
 
 @pytest.fixture
 def memory():
-    """fsspec's file system in this process's memory, empty."""
+    """Return fsspec's in-memory file system, empty."""
     system = fsspec.filesystem("memory")
     system.store.clear()
     system.pseudo_dirs[:] = [""]
@@ -102,7 +102,7 @@ def test_faults_of_remote_files_name_the_url(tmp_path, memory, model_file):
         ("huggingface_hub", "hf://datasets/x", r"hf://.*; pip install huggingface_hub"),
     ],
 )
-def test_what_is_missing_is_told(monkeypatch, missing, url, words):
+def test_missing_drivers_are_named(monkeypatch, missing, url, words):
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(_registry, url.partition("://")[0], raising=False)
     with pytest.raises(UserError, match=words):
@@ -131,7 +131,7 @@ def test_a_dataset_at_a_url_is_fetched_once(tmp_path, memory, dataset, kind, mon
     assert open_mixture((f"{url}=1",), str(cache)).names == (url,)
 
 
-def test_another_dataset_at_the_same_url_is_fetched_anew(tmp_path, memory, dataset, make_dataset):
+def test_another_dataset_at_the_same_url_is_fetched_again(tmp_path, memory, dataset, make_dataset):
     upload(memory, dataset.path, "/bucket/sp")
     first = fetched("memory://bucket/sp", tmp_path / "cache")
     other = make_dataset(["something else"])
@@ -143,7 +143,7 @@ def test_another_dataset_at_the_same_url_is_fetched_anew(tmp_path, memory, datas
     assert files_of(first) == files_of(dataset.path)
 
 
-def test_damage_on_the_way_is_noticed_and_the_rest_kept(tmp_path, memory, dataset):
+def test_damage_in_transit_is_detected_and_the_rest_kept(tmp_path, memory, dataset):
     upload(memory, dataset.path, "/bucket/sp")
     good = memory.cat_file("/bucket/sp/train/tokens-00001.npy")
     memory.pipe_file("/bucket/sp/train/tokens-00001.npy", good[:-1] + b"x")

@@ -20,14 +20,14 @@ def test_keys_give_different_orders():
     assert len(orders) == 100
 
 
-def test_points_are_independent_of_each_other():
+def test_indices_are_independent_of_each_other():
     whole = permutation(1000, 3)
     some = np.array([999, 0, 500, 500])
     assert np.array_equal(permuted(some, 1000, hashed(3, np.zeros(4, np.int64))), whole[some])
 
 
 def test_orders_are_evenly_spread():
-    """Over many keys each index lands everywhere equally often, and so do pairs of neighbours."""
+    """Over many keys, each index and each pair of neighbours is everywhere equally often."""
     size, keys = 10, 20_000
     index = np.tile(np.arange(size), keys)
     key = hashed(np.repeat(np.arange(keys), size))

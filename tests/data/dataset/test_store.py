@@ -28,7 +28,7 @@ def test_windows():
     assert [num_windows(tokens, 4) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
 
 
-def test_fingerprint_is_of_the_contents(make_dataset, texts):
+def test_the_fingerprint_depends_on_the_contents(make_dataset, texts):
     one, same, other = make_dataset(texts), make_dataset(texts), make_dataset(texts[1:])
     assert one.path != same.path
     assert one.fingerprint == same.fingerprint != other.fingerprint

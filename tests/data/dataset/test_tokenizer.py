@@ -47,7 +47,7 @@ def test_batches_equal_single_texts(tokenizer, texts):
 
 def test_piece_ids_and_hash(tokenizer):
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, 512)
-    assert tokenizer.hash == Tokenizer.from_bytes(tokenizer.model_bytes).hash
+    assert tokenizer.hash == Tokenizer(tokenizer.model_bytes).hash
     assert tokenizer.hash.startswith("sha256:")
 
 
@@ -77,19 +77,19 @@ def test_lone_surrogates_and_foreign_ids_are_refused(tokenizer):
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"version https://git-lfs.github.com/x"])
-def test_no_model_is_named(tmp_path, content):
+def test_a_bad_model_file_is_named(tmp_path, content):
     path = tmp_path / "bad.model"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"bad\.model is"):
         Tokenizer.load(path)
 
 
-def test_missing_model_is_named(tmp_path):
+def test_a_missing_model_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.model cannot be read"):
         Tokenizer.load(tmp_path / "nowhere.model")
 
 
-def test_llama_style_model_as_it_is(shared_data):
+def test_a_llama_style_model_works_unchanged(shared_data):
     mistral = Tokenizer.load(shared_data / "tokenizers" / "mistral-v1-32k.model")
     assert (mistral.vocab_size, mistral.bos_id, mistral.eos_id) == (32_000, 1, 2)
     assert mistral.encode("Hello world") == [22557, 1526]
