@@ -1,5 +1,8 @@
 """Exceptions that the command line reports as plain lines, without a traceback."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class UserError(Exception):
     """A mistake in a config, a flag or a data file, explained in plain lines.
@@ -12,6 +15,15 @@ class UserError(Exception):
             raise ValueError("UserError needs at least one message")
         super().__init__("\n".join(messages))
         self.messages = messages
+
+
+@contextlib.contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Append the messages of a UserError within the context to `problems`, and end the context."""
+    try:
+        yield
+    except UserError as error:
+        problems += error.messages
 
 
 class RunFailed(Exception):

@@ -45,7 +45,7 @@ def text(argument: str) -> str:
 
 def place(argument: str) -> str:
     """Check a path or URL, as an argparse type, and expand its `~`."""
-    argument = os.path.expanduser(text(argument))  # no shell expands --workdir=~/run
+    argument = os.path.expanduser(text(argument))  # shells leave the ~ in --workdir=~/run
     if _ALMOST_URL.match(argument):
         raise argparse.ArgumentTypeError(
             f"{argument}: a URL has two slashes after its colon; for a local path, write "

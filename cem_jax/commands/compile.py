@@ -1,4 +1,4 @@
-"""`cem compile`: compile the training step for absent hardware: does it fit, how fast is it?"""
+"""`cem compile`: compile the training step ahead of time: does it fit, and how fast is it?"""
 
 import argparse
 import sys

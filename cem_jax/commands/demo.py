@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def make_dataset(workdir: Path, vocab_size: int, out: TextIO) -> Path:
-    """Make the missing ones of corpus, tokenizer and dataset in `workdir`; return the dataset."""
+    """Make corpus, tokenizer and dataset in `workdir`, unless they exist; return the dataset."""
     from cem_jax.data.corpus.prepare import prepare
     from cem_jax.data.corpus.tokenizer_training import train_tokenizer
 

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the run directory; return {files, parameters, step}. Raises what `import_run` does."""
+    """Write the run; return {files, parameters, step}. Raises what `import_run` raises."""
     from cem_jax.runs.export import import_run
 
     result = import_run(args.input, args.workdir)

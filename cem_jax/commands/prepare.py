@@ -66,7 +66,7 @@ def add(commands: Any) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Prepare or check a dataset, print its splits and return their counts.
 
-    Raises UserError for flags that exclude each other, and what `prepare` or `check_dataset` does.
+    Raises UserError for conflicting flags, and what `prepare` or `check_dataset` raises.
     """
     _require_flags(args)
     from cem_jax.data.corpus.prepare import prepare, totals

@@ -304,7 +304,7 @@ class Config:
 def load_config(path: str, overrides: Mapping[str, Any] | Sequence[tuple[str, Any]] = ()) -> Config:
     """Load the configuration in `file.py` or `file.py:argument`, with `overrides` applied.
 
-    They are those of `Config.from_dict`. Raises UserError with every problem.
+    `overrides` are as in `Config.from_dict`. Raises UserError with every problem.
     """
     return Config.from_dict(read_config_file(path), overrides)
 

@@ -18,7 +18,7 @@ from cem_jax.data.dataset.loader import eval_batches
 from cem_jax.data.dataset.mixture import Mixture, single
 from cem_jax.data.dataset.store import Dataset
 from cem_jax.distributed.session import global_arrays, local_rows, together
-from cem_jax.errors import UserError
+from cem_jax.errors import UserError, collecting
 from cem_jax.model import pure
 from cem_jax.sharding.mesh import batch_sharding, batch_ways, in_mesh
 from cem_jax.train.loss import sum_of_losses
@@ -170,11 +170,9 @@ class Evaluator:
         """
         problems: list[str] = []
         for source in mixture.sources:
-            try:
+            with collecting(problems):
                 if not source.source:
                     self._batches(source, self._limit)
-            except UserError as error:
-                problems += error.messages
         if problems:
             raise UserError(*problems)
         return [part for part in mixture.parts(self.split) if part.split(self.split).tokens > 1]

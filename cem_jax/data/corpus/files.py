@@ -11,7 +11,7 @@ from upath import UPath
 from cem_jax.data.corpus.compression import PACKINGS
 from cem_jax.data.corpus.workspace import LOCK, PARTIAL
 from cem_jax.data.dataset.store import DESCRIPTION, MODEL
-from cem_jax.errors import UserError
+from cem_jax.errors import UserError, collecting
 from cem_jax.storage.paths import AnyPath, any_path, is_url, reading
 
 _CONTENTS = (".txt", ".jsonl", ".json", ".parquet")
@@ -110,11 +110,8 @@ def _add(found: dict[str, SourceFile], path: AnyPath, split: str | None) -> str 
 def _expand(given: str, problems: list[str]) -> Iterator[tuple[AnyPath, str | None]]:
     """Yield (file, split) for every file of an input; append errors to `problems`."""
     if is_url(given):
-        try:
-            with reading(UserError, f"{given} cannot be read"):
-                yield from _expand_url(given, problems)
-        except UserError as error:
-            problems += error.messages
+        with collecting(problems), reading(UserError, f"{given} cannot be read"):
+            yield from _expand_url(given, problems)
         return
     path = any_path(given)
     given = str(path)
@@ -132,7 +129,10 @@ def _expand(given: str, problems: list[str]) -> Iterator[tuple[AnyPath, str | No
 
 def _expand_url(given: str, problems: list[str]) -> Iterator[tuple[UPath, str | None]]:
     path = any_path(given)
-    at = lambda inner: UPath(path.fs.unstrip_protocol(str(inner)))
+
+    def at(inner: object) -> UPath:
+        return UPath(path.fs.unstrip_protocol(str(inner)))
+
     if path.exists():
         matches = [path]
     elif glob.has_magic(given):

@@ -36,7 +36,7 @@ from cem_jax.data.dataset.store import (
     token_dtype,
 )
 from cem_jax.data.dataset.tokenizer import Tokenizer
-from cem_jax.errors import UserError
+from cem_jax.errors import UserError, collecting
 from cem_jax.storage.durable import write_durably
 from cem_jax.storage.paths import any_path
 
@@ -149,20 +149,14 @@ def _check_inputs(
     """Open the inputs; raise one UserError with every fault that can be found before any work."""
     problems: list[str] = []
     found, loaded = FoundFiles((), ()), None
-    try:
+    with collecting(problems):
         found = find_files(inputs)
-    except UserError as error:
-        problems += error.messages
-    try:
+    with collecting(problems):
         loaded = Tokenizer.load(tokenizer)
         loaded.separator_ids(separator)
-    except UserError as error:
-        problems += error.messages
-    try:
+    with collecting(problems):
         if not was_made(output):
             require_free(output)
-    except UserError as error:
-        problems += error.messages
     for file in () if skip_bad_files else found.files:
         try:
             check_start(file.path)

@@ -9,7 +9,7 @@ from fractions import Fraction
 from cem_jax.data.dataset.fetch import fetched
 from cem_jax.data.dataset.store import Dataset, open_dataset
 from cem_jax.data.dataset.tokenizer import Tokenizer
-from cem_jax.errors import UserError
+from cem_jax.errors import UserError, collecting
 from cem_jax.storage.paths import is_url
 
 _FINEST = 1_000_000  # weights are rounded to one part in a million
@@ -36,7 +36,7 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies all contents and shares; a single dataset's own fingerprint."""
+        """An identifier of all contents and shares; that of a single dataset is its own."""
         if len(self.sources) == 1:
             return self.sources[0].fingerprint
         parts = zip(self.sources, self.shares, strict=True)
@@ -114,11 +114,9 @@ def open_mixture(entries: Sequence[str], cache: str | None = None) -> Mixture:
         if not place or value <= 0:
             problems.append(f"mixture entry {entry!r} is not directory=weight with a weight > 0")
             continue
-        try:
+        with collecting(problems):
             sources.append(open_source(place, cache))
             weights.append(value)
-        except UserError as error:
-            problems += error.messages
     if not entries:
         problems.append("the mixture is empty: give directory=weight entries")
     for i, other in enumerate(sources):

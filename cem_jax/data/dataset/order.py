@@ -30,7 +30,7 @@ class WindowOrder:
 
     seed: int
     sizes: tuple[int, ...]  # windows of each source
-    shares: tuple[int, ...]  # of the windows drawn, for each source; in any unit
+    shares: tuple[int, ...]  # of each source in the windows drawn, in any unit
 
     def windows(
         self, number_N: Int64[np.ndarray, " N"]

@@ -75,7 +75,7 @@ class Dataset:
     fingerprint: str  # of the contents: equal for equal tokens, wherever the directory is
     dropped: dict[str, int]
     source: str = ""  # set if this is only one source of the directory
-    url: str = ""  # that `path` is a copy of
+    url: str = ""  # `path` is a copy of what is there
 
     @property
     def name(self) -> str:

@@ -74,9 +74,9 @@ class Tokenizer:
             ) from None
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
-        """Return the token ids of many valid texts, with `threads` of SentencePiece's own."""
-        ids = self._processor.encode(list(texts), out_type=int, num_threads=threads)
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of many valid texts, encoded in this thread."""
+        ids = self._processor.encode(list(texts), out_type=int, num_threads=1)
         if self._space_mark_ids:
             for i, text in enumerate(texts):
                 if _SPACE_MARK in text:

@@ -42,7 +42,7 @@ def test_text_survives_without_control_ids(tokenizer, text):
 
 def test_batches_equal_single_texts(tokenizer, texts):
     batch = [*texts[:20], "a ▁ b", ""]
-    assert tokenizer.encode_batch(batch, threads=2) == [tokenizer.encode(t) for t in batch]
+    assert tokenizer.encode_batch(batch) == [tokenizer.encode(t) for t in batch]
 
 
 def test_piece_ids_and_hash(tokenizer):
