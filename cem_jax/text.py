@@ -1,4 +1,4 @@
-"""Text for people and programs: progress lines, aligned tables, numbers and plain JSON values."""
+"""Progress lines, aligned tables, formatted numbers and plain JSON values."""
 
 import dataclasses
 import math
@@ -13,16 +13,16 @@ _TERMINAL_SECONDS = 0.5
 
 
 class ProgressLine:
-    """A line that is rewritten on a terminal; elsewhere, a new line now and then.
+    """A status line: rewritten in place on a terminal, elsewhere a new line at intervals.
 
         if line.is_due():
             line.show(f"step {step}/{total}", f"loss {loss:.3f}", f"ETA {format_duration(eta)}")
 
     Args:
-      stream: where it is written.
-      every: seconds between two lines where `stream` is no terminal.
+      stream: where to write it.
+      every: seconds between lines if `stream` is not a terminal.
       at_once: whether a line is due from the start, or only after the first interval.
-      clock: seconds as a float, never running backwards.
+      clock: monotonic seconds.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class ProgressLine:
         self._width = 0  # of the unfinished line on the terminal
 
     def is_due(self) -> bool:
-        """Whether the last line is old enough; ask before computing what the next one shows."""
+        """Return whether a new line is due; ask before computing its content."""
         return self._clock() - self._last >= self._every
 
     def show(self, *parts: str) -> None:
         """Write the parts as one line.
 
-        A terminal's line is cut to its width, since a wrapped line could not be rewritten: parts
-        are dropped from the end, but for the last one, which tells the time left.
+        On a terminal it is cut to one row, since a wrapped line could not be rewritten: parts are
+        dropped from the end, except the last one, which shows the time left.
         """
         self._last = self._clock()
         if self._moving:
@@ -59,7 +59,7 @@ class ProgressLine:
         self._stream.flush()
 
     def message(self, text: str) -> None:
-        """Write `text` as a line of its own."""
+        """Write `text` on its own line."""
         self.finish()
         self._stream.write(text + "\n")
         self._stream.flush()
@@ -80,13 +80,13 @@ class ProgressLine:
 
 
 class Pace:
-    """The speed and the time left of work of known size, by its mean since the first call.
+    """Mean speed since the first call, and time left, for work of known size.
 
-    So the time before that call, which often holds compilation, does not count.
+    Time before the first call, which often includes compilation, does not count.
 
     Args:
       total: the amount of work, in any unit.
-      clock: seconds as a float, never running backwards.
+      clock: monotonic seconds.
     """
 
     def __init__(self, total: float, *, clock: Callable[[], float] = time.monotonic):
@@ -94,13 +94,13 @@ class Pace:
         self._first: tuple[float, float] | None = None  # (time, work done by then)
 
     def per_second(self, done: float) -> float | None:
-        """Work per second, now that `done` is done; None until two different amounts were seen."""
+        """Return work per second; None until two different amounts `done` were seen."""
         now = self._clock()
         start, before = self._first = self._first or (now, done)
         return (done - before) / (now - start) if done > before and now > start else None
 
     def seconds_left(self, done: float) -> float | None:
-        """Expected seconds until all is done; None like `per_second`."""
+        """Return the expected seconds left; None when `per_second` is."""
         speed = self.per_second(done)
         return (self._total - done) / speed if speed else None
 
@@ -110,7 +110,7 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> str:
 
     Args:
       rows: cells, as many in each row as `sides` has characters; usually the header first.
-      sides: "<" for each column that is aligned to the left, ">" to the right.
+      sides: per column, "<" aligns left and ">" aligns right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
@@ -123,7 +123,7 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> str:
 
 
 def format_count(number: float) -> str:
-    """Three digits and a unit: 87, 942, 12.3k, 1.25M, 8.26T."""
+    """Format a number as three digits and a unit: 87, 942, 12.3k, 1.25M, 8.26T."""
     for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size * 0.9995:
             scaled = number / size
@@ -132,7 +132,7 @@ def format_count(number: float) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """12:34 (minutes and seconds), 1:02:03 or 2d 03:04:05; "?" for a time that is not known."""
+    """Format a time as 12:34 (minutes, seconds), 1:02:03 or 2d 03:04:05; "?" if unknown."""
     if seconds is None:
         return "?"
     minutes, second = divmod(round(seconds), 60)
@@ -144,25 +144,25 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """A learning rate in two digits: 1.9e-3."""
+    """Format a learning rate with two digits: 1.9e-3."""
     mantissa, exponent = f"{rate:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
 
 def format_mb(size: float) -> str:
-    """Bytes of a file, in MB (10⁶): 1,234.5."""
+    """Format bytes of a file as MB (10⁶): 1,234.5."""
     return f"{size / 1e6:,.1f}"
 
 
 def format_mib(size: float | None) -> str:
-    """Bytes of memory, in MiB (2²⁰): 1,234.5; empty when not known."""
+    """Format bytes of memory as MiB (2²⁰): 1,234.5; empty if unknown."""
     return "" if size is None else f"{size / 2**20:,.1f}"
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: records as dicts, NaN and infinities as None.
+    """Return `value` as plain JSON values: records as dicts, NaN and infinities as None.
 
-    Raises TypeError for what is neither text nor a number, array, path, record or collection.
+    Raises TypeError unless it is text, a number, array, path, record or collection.
     """
     if value is None or isinstance(value, bool | str):
         return value

@@ -1,1 +1,1 @@
-"""The training step compiled ahead of time for hardware that is not here."""
+"""Ahead-of-time compilation of the training step for hardware that is not present."""

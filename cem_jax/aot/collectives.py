@@ -1,12 +1,12 @@
-"""What devices send each other in a compiled program: how often, how much, over which mesh axes.
+"""Collectives of a compiled program: how often they run, how much they send, over which mesh axes.
 
-Counted on one device, loops followed. `bytes` is the whole array that a collective is about: what
-an all-gather makes, what a reduce-scatter or an all-reduce takes. `sent` is what a device sends of
-it in a ring of n: (n−1)/n of an all-gather, a reduce-scatter or an all-to-all, twice that of an
-all-reduce, all of a permutation.
+Counts are per device, and include loop iterations. `bytes` is the size of the whole array: the
+result of an all-gather, the input of a reduce-scatter or an all-reduce. `sent` is what a device
+sends of it in a ring of n: (n−1)/n for an all-gather, reduce-scatter or all-to-all, twice that for
+an all-reduce, all of it for a permutation.
 
-Between slices of TPUs XLA writes a collective as a transfer to the host, which does it: such a
-`send` says of which kind it is, and of a recv-done that waits for its result.
+Between TPU slices, XLA delegates a collective to the host by a transfer: a `send`, which records
+the kind of collective, and a recv-done that waits for the result.
 """
 
 import functools
@@ -34,32 +34,32 @@ _TRANSPOSED = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*(?:\([^)]*\))?)\))? ?\{([^}]*)\}")
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
-_WORK = ("fusion", "while", "custom-call", "convolution", "dot")  # worth waiting beside
-_PIECES = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # of one that a TPU takes apart
+_WORK = ("fusion", "while", "custom-call", "convolution", "dot")  # long enough to overlap with
+_PIECES = ("AsyncCollectiveStart", "AsyncCollectiveDone")  # mark a collective that a TPU splits
 
-Groups = tuple[tuple[int, ...], ...]  # numbers of the devices that exchange with each other
+Groups = tuple[tuple[int, ...], ...]  # ids of devices that communicate
 
 
 class Collective(NamedTuple):
-    """One of the program's collectives."""
+    """A collective of the program."""
 
     kind: str
-    axes: str  # of the mesh, joined by "+"; "other" where the groups are no axes
+    axes: str  # of the mesh, joined by "+"; "other" if the groups match no axes
     groups: Groups
-    times: int  # that a step runs it
-    certain: bool  # False: `times` is too low, a loop around it could not be read
-    bytes: int  # of one time
-    sent: float  # of one time
-    overlapped: bool  # it runs beside other instructions
+    times: int  # runs per step
+    certain: bool  # False: `times` is too low, since a loop's trip count is unknown
+    bytes: int  # per run
+    sent: float  # per run
+    overlapped: bool  # whether it runs beside other instructions
 
 
 def collectives(
     program: Program, mesh: Mapping[str, int], slices: Sequence[int] = ()
 ) -> list[Collective]:
-    """All of a program, for a mesh of these axes and sizes.
+    """Return all collectives of a program, for a mesh of these axes and sizes.
 
     Args:
-      slices: of each device, in the mesh's order, the slice it is in; none: there is but one.
+      slices: the slice of each device, in the mesh's order; empty: one slice.
     """
     axes = tuple(mesh.items())
     across = _across(slices)
@@ -77,7 +77,7 @@ def collectives(
             one = _collective(where, instruction, axes, scattered)
             one = one._replace(times=run.times, certain=run.certain, overlapped=overlapped)
             channel = re.search(r"channel_id=(\d+)", instruction.attributes)
-            # a TPU runs one in pieces, each inside the fusion it shares the time with
+            # a TPU splits one into pieces, each inside the fusion it overlaps with
             key = f"{channel[1]} {one.kind}" if channel and overlapped else instruction.name
             pieces.setdefault(key, one)
         found += pieces.values()
@@ -85,7 +85,7 @@ def collectives(
 
 
 def totals(found: Iterable[Collective]) -> dict[str, dict[str, float]]:
-    """Sums by kind, the most sent first: count, bytes, sent, overlapped (of those sent)."""
+    """Return sums by kind, the most sent first: count, bytes, sent, overlapped (bytes sent)."""
     kinds: dict[str, dict[str, float]] = {}
     for one in found:
         row = kinds.setdefault(one.kind, {"count": 0, "bytes": 0, "sent": 0, "overlapped": 0})
@@ -99,7 +99,7 @@ def totals(found: Iterable[Collective]) -> dict[str, dict[str, float]]:
 def _within(
     program: Program, computation: Computation, overlapped: bool, scattered: bool = False
 ) -> Iterator[tuple[Computation, Instruction, bool, bool]]:
-    """(where, collective, overlapped, scattered) of a computation and all that is fused into it."""
+    """Yield (where, collective, overlapped, scattered) in a computation and all its fusions."""
     in_pieces = any(
         f'custom_call_target="{piece}"' in i.attributes
         for i in computation.values()
@@ -130,7 +130,7 @@ def _collective(where, instruction, axes, scattered: bool) -> Collective:
         return Collective(kind, _permuted(groups, axes), groups, 1, True, taken, taken, False)
     count = math.prod(size for _, size in axes)
     groups = _groups(instruction.attributes, count)
-    if scattered and kind == "all-reduce":  # a TPU's fusion: each device keeps its slice only
+    if scattered and kind == "all-reduce":  # a TPU fusion: each device keeps only its slice
         kind = "reduce-scatter"
     return _ring(kind, groups, axes, taken, False)
 
@@ -143,13 +143,13 @@ def _ring(kind: str, groups: Groups, axes, taken: int, overlapped: bool) -> Coll
 
 
 def _across(slices: Sequence[int]) -> Groups:
-    """The devices that have the same place in each slice."""
+    """Return groups of the devices at the same place of each slice."""
     members = [[i for i, s in enumerate(slices) if s == one] for one in sorted(set(slices))]
     return tuple(zip(*members, strict=True))
 
 
 def _between_slices(where: Computation, send: Instruction, axes, groups: Groups) -> Collective:
-    """A collective that hosts do; overlapped if there is work before its result is awaited."""
+    """Return a host's collective; it is overlapped if work precedes the wait for its result."""
     kind = _TRANSFER.search(send.attributes)[1].lower().replace("_", "-")
     meeting = _RENDEZVOUS.search(send.attributes)[1]
     received = next(
@@ -165,7 +165,7 @@ def _between_slices(where: Computation, send: Instruction, axes, groups: Groups)
 
 
 def _groups(attributes: str, count: int) -> Groups:
-    """`replica_groups` in any of the forms that XLA writes."""
+    """Parse `replica_groups` in any of XLA's formats."""
     text = attributes.partition("replica_groups=")[2]
     mesh = _MESH.match(text)
     if mesh:
@@ -178,9 +178,9 @@ def _groups(attributes: str, count: int) -> Groups:
 
 @functools.cache
 def _mesh_groups(mesh: str, order: str | None, chosen: str) -> Groups:
-    """Of `mesh['data'=2,'fsdp'=4] {'fsdp'}`; a part of an axis is `'fsdp':(before)size`."""
+    """Parse `mesh['data'=2,'fsdp'=4] {'fsdp'}`; part of an axis is `'fsdp':(before)size`."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    parts: list[int] = []  # dimensions, those of partly used axes taken apart
+    parts: list[int] = []  # dimensions, partly used axes split
     used: list[int] = []
     wanted = {
         name: (int(before or 1), int(size or sizes[name]))
@@ -199,7 +199,7 @@ def _mesh_groups(mesh: str, order: str | None, chosen: str) -> Groups:
 
 
 def _order(text: str) -> np.ndarray:
-    """Of `[4,2]T(1,0)`, all numbers in a shape and transposed; or of a list of them."""
+    """Parse device ids: `[4,2]T(1,0)` (all ids, reshaped and transposed) or a list."""
     transposed = _TRANSPOSED.fullmatch(text)
     if not transposed:
         return np.array(_numbers(text))
@@ -229,7 +229,7 @@ def _rows(ids: np.ndarray) -> Groups:
 
 @functools.cache
 def _axes_of(groups: Groups, axes: tuple[tuple[str, int], ...]) -> str:
-    """The mesh axes along which the devices of a group differ, if these are all of them."""
+    """Return the mesh axes that the groups span, "none", or "other" if they match no axes."""
     wanted = {frozenset(group) for group in groups}
     split = [i for i, (_, size) in enumerate(axes) if size > 1]
     ids = np.arange(math.prod(size for _, size in axes)).reshape([size for _, size in axes])
@@ -243,7 +243,7 @@ def _axes_of(groups: Groups, axes: tuple[tuple[str, int], ...]) -> str:
 
 
 def _permuted(pairs: Groups, axes: tuple[tuple[str, int], ...]) -> str:
-    """The mesh axes along which a permutation's senders and receivers differ."""
+    """Return the mesh axes along which a permutation's senders and receivers differ."""
     shape = [size for _, size in axes]
     differ = set()
     for pair in pairs:

@@ -1,7 +1,7 @@
-"""The text of a compiled program: its computations, how often each runs, the sizes of its arrays.
+"""Parse a compiled program: its computations, how often each runs, the sizes of its arrays.
 
-XLA's own cost analysis counts the body of a loop once, however often it runs. Here loops are
-followed, so that what is done in every layer and microbatch is counted as often as it is done.
+XLA's own cost analysis counts the body of a loop once, however often it runs. Here every iteration
+counts, so that work in every layer and microbatch is counted as often as it is done.
 """
 
 import functools
@@ -20,18 +20,18 @@ _PASSED_ON = ("copy", "bitcast", "convert")
 
 
 class Instruction(NamedTuple):
-    """One line. `shape` is text, of a tuple in parentheses; `operands` are names."""
+    """An instruction. `shape` is text, in parentheses for a tuple; `operands` are names."""
 
     name: str
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    argument: str  # what stands in the parentheses: a constant's value, a parameter's number
+    argument: str  # text in the parentheses: a constant's value, a parameter's number
     attributes: str
     root: bool
 
     def called(self, attribute: str) -> str | None:
-        """The computation that `attribute=%name` names."""
+        """Return the computation named by `attribute=%name`."""
         found = re.search(rf"\b{attribute}=%?([\w.-]+)", self.attributes)
         return found and found[1]
 
@@ -40,14 +40,14 @@ Computation = dict[str, Instruction]
 
 
 class Program(NamedTuple):
-    """Computations by name, in the order of their schedule; one of them is run."""
+    """Computations by name, instructions in schedule order; `entry` is the one that is run."""
 
     computations: dict[str, Computation]
     entry: str
 
 
 class Run(NamedTuple):
-    """A computation and how often a step runs it; False where a loop's count could not be read."""
+    """A computation and its runs per step; `certain` is False if a trip count is unknown."""
 
     computation: Computation
     times: int
@@ -55,7 +55,7 @@ class Run(NamedTuple):
 
 
 def parse(text: str) -> Program:
-    """The program of `jax.stages.Compiled.as_text()`. Raises ValueError where it has no entry."""
+    """Parse `jax.stages.Compiled.as_text()`. Raises ValueError if it has no entry."""
     computations: dict[str, Computation] = {}
     current: Computation | None = None
     entry = None
@@ -105,9 +105,9 @@ def _closing(text: str, opening: int) -> int:
 
 @functools.cache
 def array_bytes(shape: str, *, main_memory: bool = False) -> int:
-    """Bytes of all arrays in a shape, without padding.
+    """Return the bytes of all arrays in a shape, without padding.
 
-    `main_memory`: without those that the compiler keeps elsewhere, as in a TPU's VMEM.
+    `main_memory`: exclude arrays that the compiler keeps elsewhere, such as in a TPU's VMEM.
     """
     total = 0
     for dtype, dims, layout in _ARRAY.findall(shape):
@@ -125,15 +125,15 @@ def _bits(dtype: str) -> int:
 
 
 def root(computation: Computation) -> Instruction:
-    """Of which the computation returns the value."""
+    """Return the instruction whose value the computation returns."""
     return next(i for i in computation.values() if i.root)
 
 
 def runs(program: Program) -> Iterator[Run]:
-    """Every computation that is run as such, not fused into an instruction, and how often.
+    """Yield every computation that is run by itself, not fused into an instruction.
 
-    A computation that is reached in several ways comes several times. Of a conditional all
-    branches are taken, which is too many.
+    A computation that is called in several places is yielded several times. All branches of a
+    conditional count, which is too many.
     """
     yield from _runs(program, program.entry, 1, True)
 
@@ -162,7 +162,7 @@ def _branches(instruction: Instruction) -> list[str]:
 
 
 def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
-    """How often a loop runs: as XLA notes it, or from a condition `counter < constant`, from 0."""
+    """Return a loop's trip count: as XLA notes it, or from `counter < constant`, from 0."""
     noted = _KNOWN_TRIPS.search(loop.attributes)
     if noted:
         return int(noted[1])

@@ -1,4 +1,4 @@
-"""What is said of a compiled training step: the numbers, and their tables."""
+"""Report a compiled training step: its figures, and tables of them."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ _PARTS = {
 
 
 def described(config: Config, topology: Topology, compiled: Compiled) -> dict[str, Any]:
-    """What `cem compile --json` prints. Bytes are of one device, FLOPs of all unless they say."""
+    """Return what `cem compile --json` prints: bytes per device, FLOPs over all unless named."""
     found = compiled.collectives
     return {
         "fits": compiled.fits,
@@ -42,13 +42,13 @@ def described(config: Config, topology: Topology, compiled: Compiled) -> dict[st
 
 
 def by_axes(found: list) -> dict[str, dict[str, Any]]:
-    """Totals of the collectives over each set of mesh axes."""
+    """Return the totals of the collectives over each set of mesh axes."""
     names = dict.fromkeys(one.axes for one in found)
     return {name: totals(one for one in found if one.axes == name) for name in names}
 
 
 def rendered(found: dict[str, Any]) -> str:
-    """One compilation, for people."""
+    """Format one compilation as text."""
     mesh = " × ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1)
     head = (
         f"{found['topology']}: {found['devices']} × {found['device']}, mesh {mesh or '1'}, "
@@ -59,8 +59,8 @@ def rendered(found: dict[str, Any]) -> str:
 
 
 def rendered_choice(found: dict[str, Any], best: int) -> str:
-    """What --suggest tried, the recommended one marked."""
-    rows = [("", "mesh", "remat", "microbatch", "MiB a device", "fits", "step, s", "MFU")]
+    """Format what --suggest tried, with the recommended row marked."""
+    rows = [("", "mesh", "remat", "microbatch", "MiB per device", "fits", "step, s", "MFU")]
     for index, row in enumerate(found["suggestions"]):
         mesh = " × ".join(f"{axis} {size}" for axis, size in row["mesh"].items() if size > 1)
         rows.append(
@@ -77,17 +77,17 @@ def rendered_choice(found: dict[str, Any], best: int) -> str:
         )
     flags = found["recommended"]
     if flags is None:
-        words = "nothing that was tried fits: more devices, or a smaller model or context"
+        words = "nothing that was tried fits: use more devices, or a smaller model or context"
     elif flags:
         words = "recommended: " + " ".join(f"--config.{name}={v}" for name, v in flags.items())
     else:
-        words = "recommended: as it is"
+        words = "recommended: the configuration as given"
     return f"{aligned(rows, '<<<>>>>>')}\n{words}"
 
 
 def _memory(found: dict[str, Any]) -> str:
     memory = found["memory"]
-    rows = [("memory of a device", "MiB")]
+    rows = [("memory per device", "MiB")]
     rows += [(words, format_mib(memory[part])) for part, words in _PARTS.items()]
     if memory["capacity"]:
         share = memory["total"] / memory["capacity"]
@@ -95,26 +95,26 @@ def _memory(found: dict[str, Any]) -> str:
     else:
         verdict = "the capacity of this device is not known; its compiler did not object"
     if memory["temporaries"] is None:
-        verdict += "; the compiler gave up, so there is no program to look into"
+        verdict += "; the compiler gave up, so there is no program to analyse"
     return f"{aligned(rows, '<>')}\n{verdict}"
 
 
 def _work(found: dict[str, Any]) -> str:
     flops, xla = found["flops"], found["xla_cost_analysis"]
     rows = [
-        ("work of a step", ""),
-        ("FLOPs a token, training", f"{flops['per_token']:,.0f}"),
+        ("work per step", ""),
+        ("FLOPs per token, training", f"{flops['per_token']:,.0f}"),
         ("FLOPs of the model", f"{flops['model']:.4g}"),
         ("FLOPs with recomputation", f"{flops['executed']:.4g}"),
-        ("of it a device", f"{flops['per_device']:.4g}"),
+        ("of these, per device", f"{flops['per_device']:.4g}"),
     ]
     if found["bytes"] is not None:
-        rows.append(("bytes moved in a device's memory", f"{found['bytes']:.4g}"))
+        rows.append(("bytes moved in memory, per device", f"{found['bytes']:.4g}"))
     text = aligned(rows, "<>")
     if "flops" in xla:
         text += (
-            f"\nXLA's own count is {xla['flops']:.4g} FLOPs and {xla.get('bytes', 0):.4g} bytes a "
-            "device: it counts loops once and kernels as 0 FLOPs, so ours are shown"
+            f"\nXLA's own count is {xla['flops']:.4g} FLOPs and {xla.get('bytes', 0):.4g} bytes "
+            "per device: it counts loops once and kernels as 0 FLOPs, so ours are shown"
         )
     return text
 
@@ -124,7 +124,7 @@ def _collectives(found: dict[str, Any]) -> str:
         return ""
     if not found["collectives"]:
         return "no collectives"
-    rows = [("collectives of a step", "over", "count", "MB", "MB sent", "overlapped")]
+    rows = [("collectives per step", "over", "count", "MB", "MB sent", "overlapped")]
     for axes, kinds in found["collectives_by_axes"].items():
         for kind, row in kinds.items():
             share = row["overlapped"] / row["sent"] if row["sent"] else 0.0
@@ -139,9 +139,9 @@ def _collectives(found: dict[str, Any]) -> str:
                 )
             )
     rows[1:] = sorted(rows[1:])
-    note = "of one device, each loop as often as it runs"
+    note = "per device, with each loop counted as often as it runs"
     if found["loops_not_read"]:
-        note += f", but for {found['loops_not_read']} whose counts could not be read"
+        note += f", except {found['loops_not_read']} loops whose trip counts are unknown"
     return f"{aligned(rows, '<<>>>>')}\n{note}"
 
 
@@ -152,7 +152,7 @@ def _time(found: dict[str, Any]) -> str:
             return "no estimate of the time: this device's peaks are not known"
         return f"products alone take {_seconds(seconds['compute'])} s at the device's peak"
     rows = [
-        ("estimate of a step", "seconds"),
+        ("estimate per step", "seconds"),
         ("products", _seconds(seconds["compute"])),
         ("memory", _seconds(seconds["memory"])),
         ("collectives, overlapped", _seconds(seconds["overlapped"])),

@@ -1,7 +1,7 @@
-"""How long a step takes at the least: its products, bytes and messages against a device's peaks.
+"""A lower bound on step time: products, bytes and messages at a device's peak rates.
 
-The products are counted from the configuration (`train/flops.py`), for XLA counts a loop's body
-once and a kernel as nothing. Bytes and messages are those of the compiled program.
+Products are counted from the configuration (`train/flops.py`), since XLA counts a loop's body once
+and a kernel as nothing. Bytes and messages are from the compiled program.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from cem_jax.train.flops import (
 
 
 def flops(config: Config, devices: int) -> dict[str, float]:
-    """Of a step, all devices together but for `per_device`.
+    """Return the FLOPs of a step, over all devices except `per_device`.
 
-    model     forward and backward pass, what MFU counts
-    executed  also what is computed again in the backward pass, and the folding of preconditioners
+    model     forward and backward pass, as MFU counts them
+    executed  also recomputation in the backward pass, and the folding of preconditioners
     """
     tokens = config.tokens_per_step
     per_token = training_flops_per_token(config.model, config.data.context)
@@ -38,11 +38,11 @@ def flops(config: Config, devices: int) -> dict[str, float]:
 
 
 def recomputed_flops(model: ModelConfig, context: int) -> float:
-    """FLOPs a token that the backward pass repeats of the forward pass."""
+    """Return the FLOPs per token of the forward pass that the backward pass repeats."""
     forward = forward_flops(model, context)
     again = 0.0
     if model.attention.implementation != "dense":
-        # the scores, but not what is read out with them: 1 of 2 products, 2 of 3 with a diagonal
+        # the scores, but not the values weighted by them: 1 of 2 products, 2 of 3 with a diagonal
         has_diagonal = model.attention.kind == "cem" and model.attention.diagonal != "none"
         again += forward.scores * (2 / 3 if has_diagonal else 1 / 2)
     if model.remat in ("attention", "full"):
@@ -57,9 +57,9 @@ def recomputed_flops(model: ModelConfig, context: int) -> float:
 
 
 def estimate(config: Config, topology: Topology, compiled: Compiled) -> dict[str, Any]:
-    """Seconds of a step and of its parts, MFU, and what was assumed.
+    """Estimate the seconds of a step and of its parts, and MFU; list the assumptions.
 
-    Seconds and MFU are None where the device's figures are not known or nothing was compiled.
+    Seconds and MFU are None if the device's figures are unknown or nothing was compiled.
     """
     capacity, count = topology.capacity, len(topology.devices)
     peak = peak_flops(topology.kind) or capacity.flops
@@ -92,7 +92,7 @@ def estimate(config: Config, topology: Topology, compiled: Compiled) -> dict[str
 
 
 def link_of(one: Collective, places: Sequence[int], capacity: Capacity) -> float:
-    """Bytes a second that a device sends; `places`: of each, that within which links are fast."""
+    """Return a device's send rate, bytes per second; `places`: each one's `neighbourhood`."""
     far = any(len({places[device] for device in group}) > 1 for group in one.groups)
     return capacity.far_link if far else capacity.link
 
@@ -100,17 +100,17 @@ def link_of(one: Collective, places: Sequence[int], capacity: Capacity) -> float
 def _assumptions(config: Config, capacity: Capacity, compiled: Compiled) -> list[str]:
     found = [
         "a lower bound: products at the device's bfloat16 peak, main memory at its bandwidth, each "
-        "array moved once an instruction, computing and moving at the same time",
+        "array moved once per instruction, computing and moving at the same time",
         "collectives are rings at the links' full bandwidth, one at a time; those that the program "
         "does not run beside other work are added",
-        "FLOPs are counted from the configuration, what the backward pass computes again included "
-        "in the time but not in MFU",
+        "FLOPs are counted from the configuration; recomputation in the backward pass counts in "
+        "the time but not in MFU",
     ]
     if config.train.compute_dtype != "bfloat16":
         found.append(f"{config.train.compute_dtype} computes slower than the bfloat16 peak")
     if compiled.unread_loops:
         found.append(
-            f"{compiled.unread_loops} loops do not say how often they run: what they move and send "
+            f"{compiled.unread_loops} loops have unknown trip counts: what they move and send "
             "counts once"
         )
     if capacity.note:

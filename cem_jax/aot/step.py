@@ -1,4 +1,4 @@
-"""The training step, as `cem train` jits it, compiled for devices that need not be here."""
+"""Compile the training step, as `cem train` jits it, for devices that need not be present."""
 
 import math
 import re
@@ -20,32 +20,32 @@ from cem_jax.train.step import TrainState
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = r"([\d.]+)([KMGT]?)"
-# What libtpu says of a program that is too large, now and before; all of it is counted.
+# Messages of libtpu, current and older, for a program that is too large; the number is its total.
 _TOO_LARGE = (
     re.compile(rf"total memory required for [\w ]+\({_NUMBER}\) exceeds available HBM"),
     re.compile(rf"Used {_NUMBER} of [\d.]+[KMGT]? hbm"),
 )
-_SOME_STEPS = 1000  # the schedule's length is a constant in the program: any number will do
+_SOME_STEPS = 1000  # the schedule's length, a constant in the program: any number will do
 
 
 class Compiled(NamedTuple):
-    """What was found of one compilation. Bytes are of one device."""
+    """The result of one compilation. Bytes are per device."""
 
     mesh: Mesh
     seconds: float
     memory: dict[str, Any]  # see `_memory`
     fits: bool
-    bytes: int | None  # read from and written to main memory; None where nothing was compiled
+    bytes: int | None  # read from and written to main memory; None if nothing was compiled
     collectives: list[Collective] | None
-    unread_loops: int  # whose counts are not known: what is in them counts once
+    unread_loops: int  # loops with unknown trip counts, whose content counts once
     xla: dict[str, float]  # XLA's own cost analysis, which counts loops once
 
 
 def compile_step(config: Config, topology: Topology) -> Compiled:
-    """Lower and compile. A program that is too large for its device is found not to fit.
+    """Lower and compile the step; one that is too large for its device has `fits` False.
 
-    Raises UserError where the configuration does not fit the mesh, RunFailed with what the compiler
-    objects to.
+    Raises UserError if the configuration does not fit the mesh, RunFailed with the compiler's
+    message on other errors.
     """
     with jax.enable_x64(config.train.compute_dtype == "float64"):
         mesh = lay_out(config, topology.devices)
@@ -85,7 +85,7 @@ def _compile(config: Config, mesh: Mesh, state: TrainState, platform: str) -> ja
 
 
 def state_memory(state: TrainState) -> dict[str, int]:
-    """Bytes on one device of the parameters and of the optimizer's state."""
+    """Return the bytes of parameters and of optimizer state per device."""
     return {"parameters": _on_device(state.params), "optimizer": _on_device(state.opt_state)}
 
 
@@ -97,7 +97,7 @@ def _on_device(tree: Any) -> int:
 
 
 def bytes_needed(message: str) -> int | None:
-    """The size in a compiler's complaint that a program does not fit; None of any other error."""
+    """Return the size from a compiler's message that a program does not fit, or None."""
     for pattern in _TOO_LARGE:
         found = pattern.search(message)
         if found:
@@ -106,12 +106,12 @@ def bytes_needed(message: str) -> int | None:
 
 
 def _memory(known: dict[str, int], found: Any, needed: int | None, topology: Topology) -> dict:
-    """Bytes: parameters and optimizer without padding; the rest as XLA lays it out.
+    """Return bytes: parameters and optimizer without padding, the rest as XLA lays it out.
 
-    arguments   the state and the batch; the new state takes the old one's place
-    temporaries gradients, activations and working memory, at their fullest
-    outputs     what does not take an argument's place
-    total       all of it, code included; where it did not fit, what the compiler says is needed
+    arguments   state and batch; the new state reuses the old one's memory
+    temporaries peak of gradients, activations and working memory
+    outputs     those that do not reuse an argument's memory
+    total       all of these and the code; if it did not fit, the compiler's figure
     capacity    what the device lets a program use
     """
     parts = dict.fromkeys(("arguments", "temporaries", "outputs", "code"))

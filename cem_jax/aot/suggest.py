@@ -1,7 +1,7 @@
-"""`cem compile --suggest`: the fastest that fits of a few meshes, remat policies, microbatches.
+"""`cem compile --suggest`: find the fastest mesh, remat policy and microbatch that fit.
 
-One thing after another, from what was best so far: at most a dozen compilations, not every
-combination. Where nothing fits, what needs the least memory counts as best.
+Each is varied in turn, from the best so far: at most a dozen compilations, not every combination.
+If nothing fits, the best is what needs the least memory.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ POLICIES = get_args(get_type_hints(ModelConfig)["remat"])
 
 
 class Tried(NamedTuple):
-    """A configuration and what came of it."""
+    """A configuration and the result of compiling it."""
 
     config: Config
     compiled: Compiled
@@ -32,7 +32,7 @@ class Tried(NamedTuple):
     mfu: float | None
 
     def rank(self) -> tuple:
-        """Smaller is better. Times that differ by less than 1 % do not differ."""
+        """Return a sort key: smaller is better; times are rounded to about 1 %."""
         total = self.compiled.memory["total"]
         if not self.compiled.fits:
             return (1, total, 0)
@@ -40,7 +40,7 @@ class Tried(NamedTuple):
         return (0, seconds, total)
 
     def summary(self) -> dict[str, Any]:
-        """What the table of suggestions shows."""
+        """Return the row for the table of suggestions."""
         return {
             "mesh": dict(self.compiled.mesh.shape),
             "remat": self.config.model.remat,
@@ -58,9 +58,9 @@ def suggestions(
     topology: Topology,
     compile_: Callable[[Config, Topology], Compiled] = compile_step,
 ) -> tuple[list[Tried], int]:
-    """All that was tried, in order, and the index of the best.
+    """Return everything that was tried, in order, and the index of the best.
 
-    Raises UserError where the configuration as given fits no mesh of these devices.
+    Raises UserError if the configuration divides over no mesh of these devices.
     """
     rows: list[Tried] = []
     problems: list[str] = []
@@ -86,13 +86,13 @@ def suggestions(
 
 
 def meshes(config: Config, topology: Topology, given: dict[str, int] | None) -> Iterator[Config]:
-    """Other meshes over which everything divides, without those whose state alone is too large."""
+    """Yield other meshes over which everything divides and whose state alone may fit."""
     for mesh in usual_meshes(len(topology.devices), mesh_sizes(config)):
         if mesh == given:
             continue
         rows = _rows_for(config, ways(mesh, "batch"))
         if rows == config.train.global_batch:
-            rows = config.train.microbatch and rows  # as configured, where that is "all at once"
+            rows = config.train.microbatch and rows  # None if so configured ("all at once")
         candidate = None if rows == 0 else _changed(config, mesh=mesh, train={"microbatch": rows})
         if candidate is not None and _may_fit(candidate, topology):
             yield candidate
@@ -121,13 +121,13 @@ def _may_fit(config: Config, topology: Topology) -> bool:
 
 
 def policies(config: Config) -> Iterator[Config]:
-    """The other remat policies."""
+    """Yield configurations with the other remat policies."""
     others = (p for p in POLICIES if p != config.model.remat)
     return filter(None, (_changed(config, model={"remat": policy}) for policy in others))
 
 
 def microbatches(best: Tried) -> Iterator[Config]:
-    """Twice and half as many sequences at a time; a quarter where nothing fits yet."""
+    """Yield twice and half the microbatch; also a quarter if nothing fits yet."""
     train, devices = best.config.train, batch_ways(best.compiled.mesh)
     rows = train.microbatch or train.global_batch
     for other in (2 * rows, rows // 2, *(() if best.compiled.fits else (rows // 4,))):
@@ -138,7 +138,7 @@ def microbatches(best: Tried) -> Iterator[Config]:
 
 
 def _changed(config: Config, **sections: dict[str, Any]) -> Config | None:
-    """With other values of some fields; None where they break a rule."""
+    """Return `config` with other values of some fields; None if they are invalid."""
     changed = {
         name: dataclasses.replace(getattr(config, name), **fields)
         for name, fields in sections.items()
@@ -150,7 +150,7 @@ def _changed(config: Config, **sections: dict[str, Any]) -> Config | None:
 
 
 def overrides_of(given: Config, chosen: Config) -> dict[str, Any]:
-    """The fields in which `chosen` differs, of those that are tried."""
+    """Return the values of `chosen` that differ from `given`, among the fields tried."""
     values = {}
     for section, names in (
         ("mesh", MESH_AXES),

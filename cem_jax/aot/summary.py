@@ -1,6 +1,6 @@
-"""Parameters, FLOPs and memory of a configuration, beside its Llama twin.
+"""Parameters, FLOPs and memory of a configuration, compared with its Llama twin.
 
-Nothing is initialised, compiled or read but the configuration: arrays are known by their shapes.
+Only the configuration is read; nothing is initialised or compiled, and arrays are abstract.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from cem_jax.train.setup import check_divides
 
 
 class Parameter(NamedTuple):
-    """One array of the parameter tree."""
+    """An array of the parameter tree."""
 
     name: str  # dotted, as in checkpoints
     shape: tuple[int, ...]
@@ -33,29 +33,29 @@ class Parameter(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Numbers in it, all layers together."""
+        """Number of elements, over all layers."""
         return math.prod(self.shape)
 
     def bytes_on(self, mesh: AbstractMesh) -> int:
-        """What one device of the mesh holds of it."""
+        """Return its bytes per device of the mesh."""
         ways = math.prod(mesh.shape[axis] for axes in self.partition for axis in axes)
         return self.size // ways * self.dtype.itemsize
 
     @property
     def partition(self) -> list[list[str]]:
-        """For each dimension, the mesh axes that split it."""
+        """Mesh axes that split each dimension."""
         parts = spec_for(self.axes)
         return [[] if p is None else [p] if isinstance(p, str) else list(p) for p in parts]
 
 
 def summarise(config: Config, devices: int | None = None) -> dict[str, Any]:
-    """What `cem inspect --json` prints. Memory is of the whole mesh together, in bytes.
+    """Return what `cem inspect --json` prints. Memory is in bytes, over the whole mesh.
 
     Args:
-      devices: how many the mesh has; None: as few as the configuration allows.
+      devices: number in the mesh; None: as few as the configuration allows.
 
     Raises:
-      UserError: no such mesh, or something does not divide over it.
+      UserError: there is no such mesh, or something does not divide over it.
     """
     mesh = planned_mesh(config, devices)
     with jax.enable_x64(config.train.compute_dtype == "float64"):
@@ -80,7 +80,7 @@ def summarise(config: Config, devices: int | None = None) -> dict[str, Any]:
 
 
 def planned_mesh(config: Config, devices: int | None) -> AbstractMesh:
-    """The configuration's mesh without its devices, checked as `cem train` does."""
+    """Return the configuration's abstract mesh, checked as `cem train` does."""
     sizes = mesh_sizes(config)
     count = math.prod(abs(size) for size in sizes.values()) if devices is None else devices
     mesh = AbstractMesh(resolve_sizes(sizes, count), MESH_AXES)
@@ -89,7 +89,7 @@ def planned_mesh(config: Config, devices: int | None) -> AbstractMesh:
 
 
 def figures(model: ModelConfig, config: Config) -> dict[str, Any]:
-    """What a model and its twin are compared by."""
+    """Return the figures by which a model and its twin are compared."""
     forward = forward_flops(model, config.data.context)
     return {
         "parameters": pure.count(model),
@@ -102,7 +102,7 @@ def figures(model: ModelConfig, config: Config) -> dict[str, Any]:
 
 
 def parameters_of(model: ModelConfig) -> Iterator[Parameter]:
-    """Every parameter, in the tree's order."""
+    """Yield every parameter, in the tree's order."""
     described = pure.describe(model)
     for path, info in jax.tree_util.tree_leaves_with_path(described):
         name = ".".join(str(key.key) for key in path)
@@ -110,7 +110,7 @@ def parameters_of(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def llama_twin(model: ModelConfig) -> ModelConfig:
-    """The Llama of the same D, L, K, M and vocabulary."""
+    """Return the Llama of the same D, L, K, M and vocabulary."""
     attention = dataclasses.replace(
         model.attention,
         kind="llama",
@@ -124,16 +124,16 @@ def llama_twin(model: ModelConfig) -> ModelConfig:
 
 
 def cache_bytes_per_token(model: ModelConfig, dtype: str) -> int:
-    """What decoding must remember of a token, all layers together."""
+    """Return the bytes of the decoding cache per token, over all layers."""
     parameters = pure.abstract_parameters(model)
     cache = lambda p: pure.bind(model, p).cache(1, 1, jnp.dtype(dtype))
     return _bytes(jax.tree.leaves(jax.eval_shape(cache, parameters)))
 
 
 def memory(config: Config) -> dict[str, int]:
-    """Bytes of the training state, and of what the backward pass is kept for it."""
+    """Return the bytes of the training state and of what is kept for the backward pass."""
     parameters = _bytes(jax.tree.leaves(pure.abstract_parameters(config.model)))
-    # with accumulation, the sum so far stands beside the gradient of the microbatch
+    # with accumulation: the running sum, and the gradient of the microbatch
     gradients = parameters * (2 if config.train.accumulation > 1 else 1)
     parts = {
         "parameters": parameters,
@@ -145,10 +145,10 @@ def memory(config: Config) -> dict[str, int]:
 
 
 def kept_for_backward(config: Config) -> list[jax.core.ShapedArray]:
-    """The arrays that JAX keeps from the forward to the backward pass of one microbatch.
+    """Return the arrays that JAX keeps from the forward to the backward pass of one microbatch.
 
-    An estimate of the activations' memory, from the traced program: XLA may keep less, by merging
-    what is cheap to compute again, and needs working memory of its own besides.
+    This estimates the activations' memory from the traced program: XLA may keep less, recomputing
+    what is cheap, and needs additional working memory.
     """
     model, dtype = config.model, jnp.dtype(config.train.compute_dtype)
     rows = config.train.microbatch or config.train.global_batch
@@ -168,7 +168,7 @@ def kept_for_backward(config: Config) -> list[jax.core.ShapedArray]:
 
 
 def training(config: Config) -> dict[str, Any] | None:
-    """The length of the run; None where the configuration does not say."""
+    """Return the length of the run; None if the configuration does not set it."""
     if config.train.steps is None and config.train.tokens is None:
         return None
     steps = config.total_steps
@@ -178,22 +178,24 @@ def training(config: Config) -> dict[str, Any] | None:
 
 
 def notes(model: ModelConfig) -> list[str]:
-    """What a reader of the figures should know."""
+    """Return remarks on the figures."""
     a, m = model.attention, model.mlp
     found = []
     if a.kind == "cem" and a.diagonal_in_update:
         if a.preconditioner != "none" and a.preconditioner_heads == "per_head":
             found.append(
-                "one preconditioner a head and the diagonal in the update: averages of h are kept "
-                f"head by head, {a.heads} times the memory of a shared one"
+                "one preconditioner per head and the diagonal in the update: averages of h are "
+                f"kept per head, {a.heads} times the memory of a shared one"
             )
         elif a.diagonal == "per_head":
             found.append(
-                "a diagonal a head in the update: averages of h are kept head by head, "
+                "a diagonal per head in the update: averages of h are kept per head, "
                 f"{a.heads} times the memory of a shared one"
             )
     if (a.kind == "cem" and a.steps > 1) or (m.kind == "cem" and m.steps > 1):
-        found.append("fewer parameters are not fewer FLOPs: every step computes with them anew")
+        found.append(
+            "fewer parameters do not mean fewer FLOPs: every step computes with them again"
+        )
     return found
 
 

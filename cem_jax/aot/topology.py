@@ -1,11 +1,11 @@
-"""Hardware that is not here: its devices, to compile for, and what one of them holds and does.
+"""Hardware that is not present: devices to compile for, and their capacities.
 
     v5e:16x16     TPUs, by generation and shape, as libtpu names them; needs libtpu
     4*v5e:16x16   four such slices, joined by the data-center network
-    H100:16       GPUs by number, eight in a host; needs JAX's CUDA plugin, neither GPU nor driver
-    cpu:8         this machine's processor, as so many devices
+    H100:16       16 GPUs, eight per host; needs JAX's CUDA plugin, but no GPU or driver
+    cpu:8         this machine's processor, as 8 devices
 
-JAX itself runs on the CPU: call `open_topology` before anything is computed.
+JAX itself then runs on the CPU: call `open_topology` before any computation.
 """
 
 import heapq
@@ -28,48 +28,48 @@ GPUS_IN_HOST = 8
 
 
 class Capacity(NamedTuple):
-    """Of one JAX device; None where it is not known."""
+    """Capacities of one JAX device; None if unknown."""
 
     memory: float | None  # bytes that a program may use
-    bandwidth: float | None  # of main memory, bytes a second
-    link: float | None  # bytes a second that a device sends in a ring
-    far_link: float | None = None  # the same between slices, or hosts of GPUs: another network
-    flops: float | None = None  # a peak where cem_jax.train.flops has none
-    note: str = ""  # where these figures are no device's own
+    bandwidth: float | None  # of main memory, bytes per second
+    link: float | None  # bytes per second that a device sends in a ring
+    far_link: float | None = None  # the same between TPU slices or GPU hosts, over their network
+    flops: float | None = None  # peak, if cem_jax.train.flops has none
+    note: str = ""  # a caveat on these figures
 
 
 class Topology(NamedTuple):
-    """Devices of one kind, to compile for."""
+    """Devices of one kind to compile for."""
 
     name: str
-    platform: str  # tpu, cuda or cpu, as `lower(lowering_platforms=…)` has it
+    platform: str  # tpu, cuda or cpu, for `lower(lowering_platforms=…)`
     devices: list[jax.Device]
     capacity: Capacity
 
     @property
     def kind(self) -> str:
-        """The `device_kind` of its devices."""
+        """`device_kind` of its devices."""
         return self.devices[0].device_kind
 
     def neighbourhood(self, device: jax.Device) -> int:
-        """The slice of TPUs, or the host of GPUs, in which `device` has fast links."""
+        """Return the TPU slice or GPU host within which `device` has fast links."""
         return device.id // GPUS_IN_HOST if self.platform == "cuda" else slice_of(device)
 
 
 class _Tpu(NamedTuple):
     dimensions: int
-    longest: int  # side
-    chips: int  # at most
+    longest: int  # longest side
+    chips: int  # maximum number
     capacity: Capacity
     options: dict[str, Any]
 
 
 _UNKNOWN = Capacity(None, None, None)
-# Memory: what libtpu says it lets a program use, when asked for more. Bandwidth and links:
+# Memory: the limit in libtpu's message when a program needs more. Bandwidth and links:
 # docs.cloud.google.com/tpu/docs, the page of each version. A ring runs along one dimension of the
-# torus and uses both its directions: the chip's links, one way, over 2 or 3 dimensions. A device is
-# a chip, but for TPU7x, where it is one of two cores. Between slices: a chip's share of the pod's
-# data-center network, where the page gives it.
+# torus in both directions: the chip's one-way link rate, divided by 2 or 3 dimensions. A device is
+# a chip, except for TPU7x, where it is one of two cores. Between slices: a chip's share of the
+# pod's data-center network, if the page gives it.
 _TPUS = {
     "v2": _Tpu(2, 16, 256, _UNKNOWN, {}),
     "v3": _Tpu(2, 32, 1024, _UNKNOWN, {}),
@@ -79,8 +79,8 @@ _TPUS = {
     "v6e": _Tpu(2, 16, 256, Capacity(31.24 * GIB, 1638e9, 200e9, 12.5e9), {}),
     "tpu7x": _Tpu(3, 48, 9216, Capacity(94.74 * GIB, 7380e9 / 2, 100e9), {}),
 }
-# As XLA describes them: name, bytes of memory, bytes a second. NVLink one way, and a 400 Gb/s
-# network adapter a GPU between hosts, as in NVIDIA's DGX.
+# As XLA describes them: name, bytes of memory, bytes per second. NVLink one way, and one 400 Gb/s
+# network adapter per GPU between hosts, as in NVIDIA's DGX.
 _GPUS = {
     "H100": ("NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320_000_000),
     "H200": ("NVIDIA H200", 151_397_597_184, 4_800_000_000_000),
@@ -100,7 +100,7 @@ gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_mem
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 12 }} runtime_version {{ major: 13 }}
 device_description_str: "{name}"
 """
-# libtpu without a TPU: it must not look for one, nor mind another process that has it loaded.
+# For libtpu without a TPU: do not look for one, and allow other processes to load libtpu.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -108,12 +108,12 @@ _TPU_ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-# A processor's figures vary too much to be looked up: these only make programs comparable.
+# CPUs vary too much for a table: these figures only make programs comparable.
 _NOMINAL = Capacity(
     None, 20e9, 10e9, flops=100e9, note="nominal figures of a CPU: they compare programs only"
 )
 KNOWN = (
-    "known are "
+    "known: "
     + ", ".join(f"{name}:{'x'.join('ABC'[: tpu.dimensions])}" for name, tpu in _TPUS.items())
     + " (TPU chips along each side, such as v5e:4x4; 2*v5e:4x4 for two slices), "
     + ", ".join(f"{name}:N" for name in _GPUS)
@@ -122,9 +122,9 @@ KNOWN = (
 
 
 def open_topology(name: str) -> Topology:
-    """The devices that `name` stands for. Sets the environment that their compiler wants.
+    """Return the devices that `name` describes; set the environment that their compiler needs.
 
-    Raises UserError: there is no such topology, or its compiler is not installed.
+    Raises UserError if there is no such topology or its compiler is not installed.
     """
     kind, _, size = name.partition(":")
     slices, several, kind = kind.rpartition("*")
@@ -134,7 +134,7 @@ def open_topology(name: str) -> Topology:
     if kind != "cpu" and kind not in _GPUS:
         raise _wrong(name, f"no such device as {kind!r}" if kind else "no such topology")
     if several:
-        raise _wrong(name, f"slices are of TPUs; write {kind}: and the number of all devices")
+        raise _wrong(name, f"only TPUs have slices; write {kind}: and the total number of devices")
     count = _count(name, size)
     return _cpu(name, count) if kind == "cpu" else _gpu(name, kind, count)
 
@@ -162,7 +162,7 @@ def _compute_on_cpu(devices: int = 1) -> None:
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", devices)
-    except RuntimeError:  # a backend runs already: as it is, it may do
+    except RuntimeError:  # a backend is running already, and may suffice
         pass
 
 
@@ -171,11 +171,11 @@ def _tpu(name: str, kind: str, size: str, slices: int) -> Topology:
     _check_shape(name, kind, size, known)
     library = os.environ.get("TPU_LIBRARY_PATH")
     if library and not Path(library).exists():
-        raise UserError(f"TPU_LIBRARY_PATH: there is no {library}")
+        raise UserError(f"TPU_LIBRARY_PATH: {library} does not exist")
     if not library and not _installed("libtpu"):
         raise UserError(
             f"--topology {name}: needs libtpu, the TPUs' compiler: pip install 'cem_jax[tpu]' "
-            "(or unpack its wheel anywhere, and name its libtpu.so for this command only: "
+            "(or unpack its wheel anywhere and set its libtpu.so for this command only: "
             "TPU_LIBRARY_PATH=FILE cem compile …)"
         )
     for variable, value in _TPU_ENVIRONMENT.items():
@@ -184,14 +184,14 @@ def _tpu(name: str, kind: str, size: str, slices: int) -> Topology:
     options = known.options | ({"num_slices": slices} if slices > 1 else {})
     try:
         found = topologies.get_topology_desc(f"{kind}:{size}", platform="tpu", **options).devices
-    except Exception as error:  # libtpu's own, of several types
+    except Exception as error:  # libtpu raises several types
         said = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise UserError(f"--topology {name}: {said}") from None
     return Topology(name, "tpu", found, known.capacity)
 
 
 def _check_shape(name: str, kind: str, size: str, known: _Tpu) -> None:
-    """libtpu takes shapes that no pod has, and its compiler dies of some."""
+    """Refuse shapes that no pod has; libtpu accepts them, but its compiler crashes on some."""
     if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", size):
         letters, example = ("x".join(side[: known.dimensions]) for side in ("ABC", "444"))
         raise _wrong(name, f"expected {kind}:{letters}", f"such as {kind}:{example}")
@@ -199,21 +199,21 @@ def _check_shape(name: str, kind: str, size: str, known: _Tpu) -> None:
     if len(sides) != known.dimensions:
         why = f"{kind} has {known.dimensions} dimensions, not {len(sides)}"
     elif max(sides) > known.longest or math.prod(sides) > known.chips:
-        why = f"{kind} has at most {known.chips} chips and {known.longest} along a side"
+        why = f"{kind} has at most {known.chips} chips and {known.longest} per side"
     elif not all(map(_fills_hosts, range(known.dimensions), sides)):
-        why = "a host has 2x2 chips, so the first two sides are even, or 1"
+        why = "a host has 2x2 chips, so the first two sides must be even, or 1"
     else:
         return
     raise _wrong(name, why, _near(name, sides, known))
 
 
 def _fills_hosts(axis: int, side: int) -> bool:
-    """Whether whole hosts lie along a side: they have two chips each way, and one in depth."""
+    """Return whether whole hosts fit along a side: a host is 2 chips wide and high, 1 deep."""
     return axis > 1 or side == 1 or side % 2 == 0
 
 
 def _near(name: str, sides: tuple[int, ...], known: _Tpu) -> str:
-    """The generation's own shapes nearest to one that it does not have, in words."""
+    """Return a hint with the generation's valid shapes nearest to `sides`."""
     wanted = (*sides, 1, 1)[: known.dimensions]
     allowed = (
         [side for side in range(1, known.longest + 1) if _fills_hosts(axis, side)]
@@ -223,18 +223,21 @@ def _near(name: str, sides: tuple[int, ...], known: _Tpu) -> str:
     away = lambda shape: sum(abs(side - near) for side, near in zip(wanted, shape, strict=True))
     nearest = heapq.nsmallest(4, shapes, key=away)
     kind = name.partition(":")[0]
-    return "near it: " + ", ".join(f"{kind}:{'x'.join(map(str, shape))}" for shape in nearest)
+    return "nearest: " + ", ".join(f"{kind}:{'x'.join(map(str, shape))}" for shape in nearest)
 
 
 def _gpu(name: str, kind: str, count: int) -> Topology:
     if count > GPUS_IN_HOST and count % GPUS_IN_HOST:
-        raise _wrong(name, f"more than {GPUS_IN_HOST} GPUs come in hosts of {GPUS_IN_HOST}")
+        raise _wrong(
+            name,
+            f"more than {GPUS_IN_HOST} GPUs come in hosts of {GPUS_IN_HOST}",
+        )
     if not any(_installed(f"jax_plugins.xla_cuda{version}") for version in (13, 12)):
         raise UserError(
-            f"--topology {name}: needs JAX's CUDA plugin, neither GPU nor driver: "
+            f"--topology {name}: needs JAX's CUDA plugin (no GPU or driver): "
             "pip install 'cem_jax[cuda]'"
         )
-    flags = ["--xla_gpu_autotune_level=0"]  # it would run candidates on the GPU
+    flags = ["--xla_gpu_autotune_level=0"]  # autotuning would run candidates on the GPU
     toolkit = _cuda_toolkit()
     if toolkit:
         flags.append(f"--xla_gpu_cuda_data_dir={toolkit}")
@@ -249,8 +252,7 @@ def _gpu(name: str, kind: str, count: int) -> Topology:
     ).devices
     share = _share_of_memory()
     note = (
-        f"JAX takes {share:.0%} of a GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION), of "
-        f"{memory / GIB:.1f} GiB here"
+        f"JAX takes {share:.0%} of a GPU's {memory / GIB:.1f} GiB (XLA_PYTHON_CLIENT_MEM_FRACTION)"
     )
     return Topology(
         name, "cuda", found, Capacity(memory * share, bandwidth, _NVLINK, _ADAPTER, note=note)
@@ -264,19 +266,21 @@ def _share_of_memory() -> float:
     except ValueError:
         share = math.nan
     if not 0 < share <= 1:
-        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION: expected a share of 1, got {text!r}")
+        raise UserError(
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION: expected a number between 0 and 1, got {text!r}"
+        )
     return share
 
 
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package it would be in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def _cuda_toolkit() -> Path | None:
-    """The folder of CUDA's compilers among the installed packages."""
+    """Return the folder of CUDA's compilers among the installed packages, or None."""
     spec = importlib.util.find_spec("nvidia")
     places = spec.submodule_search_locations if spec else None
     folders = (Path(place) / "cu13" for place in places or ())

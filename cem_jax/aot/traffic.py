@@ -1,8 +1,8 @@
 """Bytes that a compiled program moves between a device's main memory and its processor.
 
-Each instruction reads its operands and writes its result once; a fusion is one instruction. Of an
-array that is only sliced, or updated in place, the slice counts: so a loop over stacked layers
-reads each layer once. Caches are not known, and what a kernel reads twice counts once.
+Each instruction reads its operands and writes its result once; a fusion is one instruction. If an
+array is only sliced, or updated in place, only the slice counts, so a loop over stacked layers
+reads each layer once. Caches are ignored, and what a kernel reads twice counts once.
 """
 
 from cem_jax.aot.hlo import (
@@ -14,7 +14,7 @@ from cem_jax.aot.hlo import (
     runs,
 )
 
-# They move nothing themselves: what they stand for is counted where it happens.
+# These move nothing themselves; the work behind them is counted where it happens.
 _FREE = {
     "after-all",
     "async-done",
@@ -37,7 +37,7 @@ _RENAMES = ("bitcast", "get-tuple-element")
 
 
 def bytes_moved(program: Program) -> int:
-    """Read and written in one run of the program, loops followed, on one device."""
+    """Return the bytes read and written per device in one run, counting all loop iterations."""
     return sum(
         run.times * _moved(program, run.computation, instruction)
         for run in runs(program)
@@ -61,10 +61,10 @@ def _size(instruction: Instruction) -> int:
 
 
 def _read(program: Program, whole: int, user: Instruction, position: int) -> int:
-    """Bytes that an instruction reads of one operand, `whole` bytes in all."""
+    """Return the bytes that an instruction reads of one operand of `whole` bytes."""
     opcode = user.opcode.removesuffix("-start")
     if position == 0 and opcode in _SLICES:
-        # what has been started names its operand in the result too
+        # an async start includes its operand in the result
         own = array_bytes(user.shape) - (whole if opcode != user.opcode else 0)
         return min(whole, max(0, own))
     if position == 0 and user.opcode == "dynamic-update-slice":
@@ -82,7 +82,7 @@ def _parameter(computation: Computation, number: int) -> Instruction:
 
 
 def _read_inside(program: Program, fused: Computation, value: Instruction) -> int:
-    """Bytes of a fusion's parameter, or of another name for it, that its users read."""
+    """Return the bytes of a fusion's parameter, or an alias of it, that its users read."""
     whole, total = array_bytes(value.shape), 0
     for user in fused.values():
         for position, name in enumerate(user.operands):
@@ -102,7 +102,7 @@ def _written(program: Program, computation: Computation, instruction: Instructio
     if instruction.opcode == "fusion":
         fused = program.computations[instruction.called("calls")]
         return min(whole, _written_inside(program, fused, root(fused)))
-    if instruction.opcode.endswith("-start"):  # whose result names the operands too
+    if instruction.opcode.endswith("-start"):  # whose result includes the operands
         return max(0, whole - sum(_size(computation[name]) for name in instruction.operands))
     return whole
 

@@ -1,1 +1,1 @@
-"""Runs of several processes: joining, agreeing, and noticing who is missing."""
+"""Multi-process runs: joining, agreeing, and noticing missing processes."""

@@ -1,10 +1,10 @@
 """Find the processes of a run: from flags and CEM_* variables, SLURM, Kubernetes or a TPU.
 
-`jax.distributed.initialize` detects SLURM, Open MPI, Kubernetes and TPUs too. It is not used for
-that because it is silent where it matters: if it recognises nothing, or only half of a setting,
-each process of a job trains alone, on the same data, and nobody notices. Here whatever says that
-there are several processes is believed, and what is then missing or contradictory is an error that
-names the variable. CEM_PROCESSES=1 says that this process is the whole run, wherever it is started.
+`jax.distributed.initialize` detects SLURM, Open MPI, Kubernetes and TPUs too, but silently: if it
+recognises nothing, or only half of a setting, each process of a job trains alone, on the same data,
+and nobody notices. Here any sign of several processes is believed, and whatever is then missing or
+contradictory is an error that names the variable. CEM_PROCESSES=1 says that this process is the
+whole run, wherever it is started.
 """
 
 import importlib.util
@@ -18,20 +18,20 @@ from pathlib import Path
 
 from cem_jax.errors import UserError
 
-_TPU_PORT = 8482  # libtpu keeps 8471 to 8479 for itself
+_TPU_PORT = 8482  # libtpu uses 8471 to 8479
 _METADATA_SECONDS = 5
 _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """One process's place among those of a run."""
+    """The place of one process among those of a run."""
 
-    coordinator: str  # host:port at which process 0 listens
+    coordinator: str  # host:port where process 0 listens
     processes: int
     process: int
-    source: str  # what said so, for messages
-    local_devices: tuple[int, ...] | None = None  # of the machine's GPUs; None: all
+    source: str  # where this was found, for messages
+    local_devices: tuple[int, ...] | None = None  # among the machine's GPUs; None: all
 
 
 def find_cluster(
@@ -40,13 +40,14 @@ def find_cluster(
     process: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Cluster | None:
-    """Return this process's place among those of the run; None when it is the only one.
+    """Return this process's place in the run, or None if it is the only process.
 
-    Arguments win over CEM_COORDINATOR, CEM_PROCESSES and CEM_PROCESS, these over everything else.
+    Arguments take precedence over CEM_COORDINATOR, CEM_PROCESSES and CEM_PROCESS, and these over
+    everything else.
 
     Raises:
-      UserError: the environment says that there are several processes, but not all of what joining
-        them takes, or something impossible.
+      UserError: the environment indicates several processes, but its settings are incomplete or
+        impossible.
     """
     environ = os.environ if environ is None else environ
     found = (
@@ -73,14 +74,14 @@ def _explicit(
         return None
     if count == 1:
         return Cluster("", 1, 0, "CEM_PROCESSES")
-    if index is None:  # one setting for all of them is enough where a scheduler numbers them
+    if index is None:  # a scheduler may number the processes
         index = _number("JOB_COMPLETION_INDEX", environ)
     if index is None:
         index = _number("SLURM_PROCID", environ)
     settings = {
         "--coordinator or CEM_COORDINATOR (HOST:PORT of process 0)": address,
-        "--processes or CEM_PROCESSES (how many there are)": count,
-        "--process or CEM_PROCESS (this one's number, from 0)": index,
+        "--processes or CEM_PROCESSES (their number)": count,
+        "--process or CEM_PROCESS (this one's index, from 0)": index,
     }
     missing = [name for name, value in settings.items() if value is None]
     if missing:
@@ -110,18 +111,18 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     if job is None:
         return None
     count = _number("SLURM_STEP_NUM_TASKS", environ)
-    if count is None:  # the batch script itself, or a shell of salloc
+    if count is None:  # the batch script itself, or a shell in salloc
         tasks = _number("SLURM_NTASKS", environ) or 1
         if tasks > 1:
             raise UserError(
-                f"SLURM_NTASKS={tasks}, but srun did not start this process: write `srun cem train "
-                "…`, or set CEM_PROCESSES=1 if it is to train alone"
+                f"SLURM_NTASKS={tasks}, but srun did not start this process: run `srun cem train "
+                "…`, or set CEM_PROCESSES=1 to train alone"
             )
         return None
     nodes, index = environ.get("SLURM_STEP_NODELIST", ""), _number("SLURM_PROCID", environ)
     if count > 1 and (not nodes or index is None):
         raise UserError("SLURM: SLURM_STEP_NODELIST or SLURM_PROCID is not set in this step")
-    # Beyond the ports that systems hand out; job ids tell an array's tasks apart.
+    # Above the ephemeral ports; job ids differ between the tasks of an array.
     step = _number("SLURM_STEP_ID", environ) or 0
     port = 61440 + (job + 64 * step) % 4096
     devices = _slurm_devices(environ) if count > 1 else None
@@ -130,23 +131,23 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: `gpu[003-007,9],login` gives `gpu003`.
+    """Return the first name of a SLURM node list: `gpu[003-007,9],login` gives `gpu003`.
 
-    Of several brackets in a name each gives its first: `rack[1-2]node[3-4]` gives `rack1node3`.
+    Each pair of brackets gives its first number: `rack[1-2]node[3-4]` gives `rack1node3`.
     """
-    whole = re.match(r"(\[[^]]*\]|[^,[])*", nodes)[0]  # up to a comma outside of brackets
+    whole = re.match(r"(\[[^]]*\]|[^,[])*", nodes)[0]  # up to a comma outside brackets
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", whole)
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """This task's share of its node's GPUs, where it sees those of all tasks."""
+    """Return this task's share of its node's GPUs, or None if it only sees its own."""
     tasks = _tasks_here(environ)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         gpus = _number("SLURM_GPUS_ON_NODE", environ) or 0
     else:
         gpus = len(visible.split(",")) if visible else 0
-    if tasks == 1 or gpus < 2:  # all are this task's, or SLURM gave it its own
+    if tasks == 1 or gpus < 2:  # it is the only task, or SLURM assigned its GPUs
         return None
     if gpus % tasks:
         raise UserError(
@@ -158,7 +159,7 @@ def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int:
-    """From SLURM_STEP_TASKS_PER_NODE, such as `4(x2),1`: four on each of two nodes, then one."""
+    """Read SLURM_STEP_TASKS_PER_NODE, such as `4(x2),1`: four on each of two nodes, then one."""
     node = _number("SLURM_NODEID", environ) or 0
     counts: list[int] = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
@@ -168,7 +169,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int:
 
 
 def _tpu_variables(environ: Mapping[str, str]) -> Cluster | None:
-    """GKE gives TPU pods their hosts' names; several slices add MEGASCALE_*."""
+    """Read the variables of GKE's TPU pods: host names, and MEGASCALE_* for several slices."""
     names = environ.get("TPU_WORKER_HOSTNAMES", "")
     hosts = [name for name in names.split(",") if name]
     slices = _number("MEGASCALE_NUM_SLICES", environ) or 1
@@ -196,7 +197,7 @@ def _tpu_cluster(hosts: list[str], worker: int, values: Mapping[str, str], sourc
 
 
 def _kubernetes(environ: Mapping[str, str]) -> Cluster | None:
-    """An indexed job's pods are numbered but not counted: that must be said."""
+    """Refuse an indexed job without settings: its pods are numbered, but not counted."""
     index = _number("JOB_COMPLETION_INDEX", environ)
     if index is None:
         return None
@@ -218,7 +219,7 @@ def _mpi(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _tpu_metadata(environ: Mapping[str, str]) -> Cluster | None:
-    """The workers of a Cloud TPU VM, from its metadata server."""
+    """Read the workers of a Cloud TPU VM from its metadata server."""
     if environ.get("TPU_SKIP_MDS_QUERY") or not _may_use_tpu(environ):
         return None
     endpoints = _metadata("worker-network-endpoints", environ)
@@ -240,7 +241,7 @@ def _may_use_tpu(environ: Mapping[str, str]) -> bool:
 
 
 def _metadata(name: str, environ: Mapping[str, str]) -> str | None:
-    """An attribute of this virtual machine, None where it has none of that name."""
+    """Return an attribute of this virtual machine, or None if it does not exist."""
     host = environ.get("GCE_METADATA_IP", "metadata.google.internal")
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
@@ -256,7 +257,7 @@ def _metadata(name: str, environ: Mapping[str, str]) -> str | None:
     except OSError as error:
         problem = str(error)
     raise UserError(
-        f"this machine has TPU chips, but its metadata server does not say which workers there are "
+        f"this machine has TPU chips, but its metadata server does not list the workers "
         f"({problem}); set CEM_PROCESSES=1 if there is only this one, or CEM_COORDINATOR, "
         "CEM_PROCESSES and CEM_PROCESS"
     )

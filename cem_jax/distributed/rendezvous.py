@@ -1,7 +1,7 @@
-"""All processes meet at the coordinator before JAX connects them.
+"""A rendezvous of all processes at the coordinator, before JAX connects them.
 
-JAX aborts a process whose partners do not come, and does not say which. So process 0 first listens
-at the coordinator's address itself, until every other has told its number, host and process id;
+JAX aborts a process whose partners do not appear, without naming them. So process 0 first listens
+at the coordinator's address itself, until every other has sent its number, host and process id;
 then it frees the port for JAX. Messages are JSON lines.
 """
 
@@ -20,16 +20,16 @@ _RETRY_SECONDS = 0.3
 
 
 def whoami() -> str:
-    """This process, for messages: host and process id."""
+    """Return this process's host and process id, for messages."""
     return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
 def meet(cluster: Cluster, seconds: float) -> None:
-    """Returns when all processes of `cluster` are there.
+    """Wait until all processes of `cluster` have joined.
 
     Raises:
-      RunFailed: after `seconds`, naming who is missing; or two processes have one number, or
-        disagree on how many they are.
+      RunFailed: after `seconds`, naming the missing processes; or two processes have the same
+        number, or disagree on the number of processes.
     """
     deadline = time.monotonic() + seconds
     if cluster.process == 0:
@@ -54,7 +54,7 @@ def _receive_all(cluster: Cluster, deadline: float, seconds: float) -> None:
             hello = _read_hello(connection)
             if hello is not None:
                 problem = _admit(cluster, present, connection, hello, address[0])
-        listener.close()  # the port is JAX's from here on
+        listener.close()  # frees the port for JAX
         answer = {"problem": problem}
         for connection, _ in present.values():
             with contextlib.suppress(OSError):
@@ -81,7 +81,7 @@ def _listen(cluster: Cluster) -> socket.socket:
 
 
 def _read_hello(connection: socket.socket) -> dict | None:
-    """What a process says of itself; None for anything else that connects."""
+    """Return the message of a process; None for anything else that connects."""
     try:
         connection.settimeout(5)
         hello = _receive(connection)
@@ -92,7 +92,7 @@ def _read_hello(connection: socket.socket) -> dict | None:
 
 
 def _admit(cluster, present, connection, hello, address) -> str | None:
-    """Adds a process to those present, or says why not."""
+    """Add a process to those present, or return why not."""
     index, who = hello["process"], hello["who"]
     if hello["processes"] != cluster.processes:
         problem = (
@@ -100,8 +100,8 @@ def _admit(cluster, present, connection, hello, address) -> str | None:
             f"({whoami()}) says {cluster.processes} ({cluster.source})"
         )
     elif index in present and present[index][1] != who:
-        problem = f"process {index} is there twice: {present[index][1]} and {who} at {address}"
-    else:  # the same process may have lost its connection and come again
+        problem = f"process {index} joined twice: {present[index][1]} and {who} at {address}"
+    else:  # the same process may have reconnected
         present[index] = connection, who
         return None
     with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ def _missing(cluster: Cluster, present: dict, seconds: float) -> str:
 
 
 def _await_closing(present: dict) -> None:
-    """Let the others close first: who closes first keeps the port busy for a while."""
+    """Let the others close first: the side that closes first keeps the port busy for a while."""
     for connection, _ in present.values():
         with contextlib.suppress(OSError):
             connection.settimeout(2)
@@ -139,10 +139,10 @@ def _report(cluster: Cluster, deadline: float, seconds: float) -> None:
             address = host.strip("[]"), int(port)
             with socket.create_connection(address, timeout=min(left, 10)) as connection:
                 _send(connection, hello)
-                # Process 0 gives up first and says who is missing.
+                # Process 0 gives up first and names the missing processes.
                 connection.settimeout(max(deadline - time.monotonic(), 0.01) + 5)
                 answer = _receive(connection)
-        except (OSError, ValueError) as error:  # not up yet, or its name is not known yet
+        except (OSError, ValueError) as error:  # not listening, or not in DNS, yet
             reason = str(error)
             time.sleep(_RETRY_SECONDS)
             continue
@@ -156,7 +156,7 @@ def _report(cluster: Cluster, deadline: float, seconds: float) -> None:
 
 
 def numbered(processes: list[int]) -> str:
-    """`process 3`, `processes 1, 2 and 5 more`."""
+    """Format process numbers: `process 3`, `processes 1, 2 and 5 more`."""
     shown = ", ".join(map(str, processes[:12]))
     more = f" and {len(processes) - 12} more" if len(processes) > 12 else ""
     return f"process{'es' * (len(processes) != 1)} {shown}{more}"
@@ -167,7 +167,7 @@ def _send(connection: socket.socket, message: dict) -> None:
 
 
 def _receive(connection: socket.socket) -> dict:
-    """One message. Raises OSError or ValueError when the other side closes or talks nonsense."""
+    """Receive a message. Raises OSError or ValueError on a closed connection or invalid data."""
     data = b""
     while not data.endswith(b"\n"):
         part = connection.recv(4096)

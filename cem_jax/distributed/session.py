@@ -1,7 +1,7 @@
-"""A run of several processes: joining, agreeing, and arrays made of each one's rows.
+"""Join the processes of a run, make them agree, and build arrays from each one's rows.
 
-`current()` is this process among the others: a `Session` within `joined`, else `Alone`, which has
-the same methods and communicates with nobody. What has no need to communicate is a function.
+`current()` is this process's `Session` within `joined`, and otherwise `Alone`, which has the same
+methods without communication. What needs no communication is a function.
 """
 
 import atexit
@@ -24,10 +24,10 @@ from cem_jax.distributed.watchdog import Watchdog, complain, end_at_once
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.sharding.axes import MESH_AXES
 
-_CONNECT_SECONDS = 120  # all processes are known to be there
-_HEARTBEAT_SECONDS = 100  # after which XLA takes a silent process for dead
+_CONNECT_SECONDS = 120  # all processes have already met
+_HEARTBEAT_SECONDS = 100  # until XLA considers a silent process dead
 _FAREWELL_SECONDS = 60
-_SEEN_SECONDS = 90  # network file systems remember for a while that a file was not there
+_SEEN_SECONDS = 90  # network file systems cache that a file does not exist
 
 
 class Alone:
@@ -37,45 +37,45 @@ class Alone:
     is_first = True
 
     def progress(self, where: str) -> None:
-        """Nobody watches."""
+        """Do nothing: there is no watchdog."""
 
     def leave(self, code: int, line: str) -> NoReturn:
-        """Say `line` and end this process at once, from any thread."""
+        """Print `line` and end this process at once, from any thread."""
         complain(line)
         end_at_once(code)
 
     def lost(self, error: BaseException) -> None:
-        """No other process can be the cause."""
+        """Do nothing: no other process can be the cause."""
 
     def barrier(self, what: str) -> None:
-        """There is nobody to wait for."""
+        """Do nothing: there are no others to wait for."""
 
     def shared(self, what: str, function: Callable[[], Any]) -> Any:
         """Return `function()`."""
         return function()
 
     def agree(self, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """One process agrees with itself."""
+        """Do nothing: there are no others to compare with."""
 
     def await_file(self, path: Path) -> None:
-        """What this process wrote, it sees."""
+        """Do nothing: a process sees its own files."""
 
     def wishes(self, mesh: Mesh) -> "OwnWishes":
-        """Return a place to settle on numbers."""
+        """Return an object that settles numbers at once."""
         return OwnWishes()
 
 
 class Session:
-    """This process among the others of a run.
+    """This process's connection to the others of a run.
 
     Args:
-      seconds: after which a wait for other processes ends.
+      seconds: timeout of every wait for other processes.
     """
 
     def __init__(self, cluster: Cluster, seconds: float):
-        # JAX has no public name for the client of its coordination service: key-value store and
-        # barriers. Orbax imports it from here too. Should it move, every run of several processes
-        # fails at this line, before it has done anything; a run of one never gets here.
+        # JAX has no public name for the client of its coordination service (key-value store and
+        # barriers); Orbax imports it from here too. If it moves, multi-process runs fail at this
+        # line, before doing anything; single-process runs never get here.
         from jax._src import distributed
 
         self.cluster, self.seconds = cluster, seconds
@@ -86,33 +86,33 @@ class Session:
 
     @property
     def processes(self) -> int:
-        """How many processes the run has."""
+        """Number of processes in the run."""
         return self.cluster.processes
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one that writes."""
+        """Whether this is the process that writes."""
         return jax.process_index() == 0
 
     def progress(self, where: str) -> None:
-        """Tell the watchdog that the run has got to `where`: it starts to wait anew."""
+        """Report to the watchdog that the run has reached `where`; its timeout starts again."""
         self.watchdog.progress(where)
 
     def leave(self, code: int, line: str) -> NoReturn:
-        """Say `line` and end this process at once, from any thread; the others end as well."""
+        """Print `line` and end this process at once, from any thread; the others end too."""
         self.watchdog.abandon(line, code=code)
 
     def lost(self, error: BaseException) -> None:
-        """End this process after a failed computation, of which others may be the cause.
+        """End this process after a failed computation, possibly caused by other processes.
 
-        Says what failed and which processes are missing.
+        Prints what failed and which processes are missing.
         """
         traceback.print_exception(error)
         first = str(error).strip().split("\n")[0][:300]
         self.watchdog.abandon(f"a computation failed: {first}", *self.watchdog.missing())
 
     def barrier(self, what: str) -> None:
-        """Wait for all processes. Raises RunFailed, naming who did not come in the time allowed."""
+        """Wait for all processes. Raises RunFailed after the timeout, naming the missing ones."""
         name = self._name(what)
         self._put(f"at/{name}", "")
         try:
@@ -124,12 +124,12 @@ class Session:
                 raise RunFailed(f"barrier {what!r} failed: {error}") from error
             who = ", ".join(f"{p}: {known.get(p, 'unknown')}" for p in absent[:12])
             raise RunFailed(
-                f"{numbered(absent)} did not come to {what!r} within {self.seconds:.0f} s "
+                f"{numbered(absent)} did not reach {what!r} within {self.seconds:.0f} s "
                 f"(train.stall_minutes); {who}"
             ) from None
 
     def shared(self, what: str, function: Callable[[], Any]) -> Any:
-        """Return in all processes `function()` of the first one; its value must be plain JSON.
+        """Return the first process's `function()` in all processes; it must be plain JSON.
 
         Raises:
           UserError, RunFailed: as the first process did.
@@ -148,17 +148,17 @@ class Session:
         try:
             answer = json.loads(self.client.blocking_key_value_get(key, self._milliseconds))
         except jax.errors.JaxRuntimeError:
-            raise RunFailed(f"the first process did not say {what!r} in time") from None
+            raise RunFailed(f"the first process did not send {what!r} in time") from None
         if "error" in answer:
             lines = [f"first process: {line}" for line in answer["lines"]]
             raise UserError(*lines) if answer["error"] == "user" else RunFailed("; ".join(lines))
         return answer["value"]
 
     def agree(self, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Compare what `facts` returns in each process, by name; plain JSON.
+        """Check that `facts()`, plain JSON values by name, are equal in all processes.
 
         Raises:
-          UserError: they are not the same in all of them; names facts and processes.
+          UserError: they differ; names the facts and the processes.
         """
         self._put("facts", json.dumps(dict(facts())))
         self.barrier("comparing configurations")
@@ -173,19 +173,19 @@ class Session:
             for process, values in facts.items():
                 groups.setdefault(json.dumps(values.get(name)), []).append(process)
             if len(groups) > 1:
-                told = "; ".join(
+                values = "; ".join(
                     f"{value} on {numbered(group)} ({known[group[0]]})"
                     for value, group in groups.items()
                 )
-                lines.append(f"{name} differs between processes: {told}")
+                lines.append(f"{name} differs between processes: {values}")
         if lines:
             raise UserError(*lines)
 
     def await_file(self, path: Path) -> None:
-        """Return when every process sees `path`, which the first one has written.
+        """Wait until every process sees `path`, which the first one has written.
 
         Raises:
-          UserError: it does not become visible here: the directory is not shared.
+          UserError: it does not become visible here, so the directory is not shared.
         """
         self.barrier(f"writing {path.name}")
         deadline = time.monotonic() + min(_SEEN_SECONDS, self.seconds)
@@ -198,11 +198,11 @@ class Session:
             time.sleep(0.2)
 
     def wishes(self, mesh: Mesh) -> "Wishes":
-        """Return a place to settle on numbers; `mesh`: of all devices."""
+        """Return an object that settles numbers among all processes; `mesh`: of all devices."""
         return Wishes(mesh)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, and see to it that this process does not wait for them at its end."""
+        """Report `error` to the others, and make this process exit without waiting for them."""
         own = isinstance(error, KeyboardInterrupt)
         code = 2 if isinstance(error, UserError) else 130 if own else 1
         message = "; ".join(str(error).splitlines()) or type(error).__name__
@@ -220,7 +220,7 @@ class Session:
         return int(1000 * self.seconds)
 
     def _name(self, what: str) -> str:
-        """A key used once; the same in all processes, which ask for names in the same order."""
+        """Return a fresh key; all processes ask in the same order, and so get the same key."""
         self._count += 1
         return f"{self._count}/{what}"
 
@@ -228,7 +228,7 @@ class Session:
         self.client.key_value_set(f"cem/{what}/{self.cluster.process}", value)
 
     def _values(self, what: str) -> dict[int, str]:
-        """What each process has put, by its number."""
+        """Return the value that each process has put, by process number."""
         pairs = self.client.key_value_dir_get(f"cem/{what}")
         return {int(key.rpartition("/")[2]): value for key, value in pairs}
 
@@ -237,19 +237,18 @@ _current: Alone | Session = Alone()
 
 
 def current() -> Alone | Session:
-    """Return this process's part in the run."""
+    """Return this process's session."""
     return _current
 
 
 @contextmanager
 def joined(cluster: Cluster | None, minutes: float) -> Iterator[None]:
-    """Make this process, within the block, one of those of `cluster`; None: the only one.
+    """Join the processes of `cluster` within the block; None: this is the only one.
 
-    Every wait for other processes ends after `minutes`. When one of them fails, all end with its
-    exit status.
+    Every wait for other processes ends after `minutes`. If one fails, all end with its exit status.
 
     Raises:
-      RunFailed: not all processes have joined.
+      RunFailed: not all processes joined.
     """
     global _current
     if cluster is None:
@@ -274,7 +273,7 @@ def joined(cluster: Cluster | None, minutes: float) -> Iterator[None]:
 
 
 def _connect(cluster: Cluster) -> None:
-    # Signals are for the training loop: JAX's notifier would take SIGTERM away from it.
+    # The training loop handles signals: JAX's notifier would take SIGTERM away from it.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
@@ -292,15 +291,15 @@ def _connect(cluster: Cluster) -> None:
 def _require_processes(cluster: Cluster) -> None:
     if jax.process_count() != cluster.processes:
         raise RunFailed(
-            f"{cluster.source} says that there are {cluster.processes} processes, but JAX's "
+            f"{cluster.source} gave {cluster.processes} processes, but JAX's "
             f"{jax.default_backend()} devices belong to {jax.process_count()}"
         )
 
 
 def local_rows(sharding: Sharding, rows: int) -> np.ndarray:
-    """Return the rows, of a batch split by `sharding`, that this process's devices hold, in order.
+    """Return the sorted row indices, of a batch split by `sharding`, that this process holds.
 
-    Several devices may hold the same ones.
+    Several devices may hold the same rows.
     """
     places = sharding.addressable_devices_indices_map((rows,))
     every = np.arange(rows)
@@ -308,7 +307,7 @@ def local_rows(sharding: Sharding, rows: int) -> np.ndarray:
 
 
 def global_arrays(local: Any, sharding: Sharding) -> Any:
-    """Make arrays over all devices of `sharding`, of which each process gives its `local_rows`."""
+    """Make arrays over all devices of `sharding` from each process's `local_rows`."""
     devices = len(sharding.device_set)
     share = len(local_rows(sharding, devices))
 
@@ -320,12 +319,12 @@ def global_arrays(local: Any, sharding: Sharding) -> Any:
 
 
 def together(what: str, jitted: Any) -> Callable[..., Any]:
-    """Compile `jitted` once, at its first call, and run it when all processes have done so.
+    """Return a function that compiles `jitted` at its first call, and runs it once all have.
 
-    All calls must have arguments of the same shapes, dtypes and shardings. Compiling takes some
-    processes longer than others, and a collective's partners do not wait for ever (Gloo: 30 s to
-    connect). Compiled explicitly, a function is never compiled again because some import or setting
-    has changed what JAX's own cache is keyed by.
+    All calls must have arguments of the same shapes, dtypes and shardings. Compilation takes longer
+    in some processes than in others, and partners of a collective do not wait forever (Gloo: 30 s
+    to connect). Explicit compilation also avoids recompiling when an import or a setting has
+    changed the key of JAX's own cache.
     """
     compiled: list[Callable[..., Any]] = []
 
@@ -339,21 +338,21 @@ def together(what: str, jitted: Any) -> Callable[..., Any]:
 
 
 class OwnWishes:
-    """Numbers on which one process settles at once: its own."""
+    """Settles numbers for a single process, at once."""
 
     def settle(self, *numbers: int) -> tuple[int, ...]:
         """Return `numbers`."""
         return numbers
 
     def forget(self) -> None:
-        """Nothing is left unsettled."""
+        """Do nothing: nothing is pending."""
 
 
 class Wishes:
-    """Numbers on which all processes settle, the largest of each, without waiting for each other.
+    """Settles numbers among all processes, as the maximum of each, without waiting.
 
-    What is wished at one step is settled at the next: by then the devices have computed it, behind
-    that step.
+    Numbers given at one step are settled at the next: by then the devices have computed the
+    maximum, enqueued behind that step.
 
     Args:
       mesh: of all devices.
@@ -367,7 +366,7 @@ class Wishes:
         self._largest = together("what processes wish", largest)
 
     def settle(self, *numbers: int) -> tuple[int, ...]:
-        """Wish for `numbers`, and get what was settled of the wishes one call before."""
+        """Submit `numbers`; return the maxima of those of the previous call."""
         local = np.tile(np.asarray(numbers, np.int32), (jax.local_device_count(), 1))
         self._wished.append(self._largest(global_arrays(local, self._sharding)))
         if len(self._wished) < 2:
@@ -375,5 +374,5 @@ class Wishes:
         return tuple(map(int, jax.device_get(self._wished.popleft())))
 
     def forget(self) -> None:
-        """Drop what was wished and is not settled yet."""
+        """Drop submitted numbers that are not settled yet."""
         self._wished.clear()

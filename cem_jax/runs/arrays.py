@@ -1,4 +1,4 @@
-"""A training state as named arrays, and how Orbax writes and reads them.
+"""A training state as named arrays, written and read by Orbax.
 
 `{"params": {"head": w}, "optimizer": (ScaleByAdamState(mu=…), …)}` has the leaves `params/head`,
 `optimizer/0/mu/…`: dict keys and field names as they are, other tuples and lists by index. So what
@@ -27,7 +27,7 @@ NICENESS = 15  # at 10 a step still takes 1.3 times as long; at 19 a busy machin
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of `tree` by name, in its order. Raises ValueError where two share a name."""
+    """Return the leaves of `tree` by name, in order. Raises ValueError if two share a name."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     if len(named) != len(leaves):
@@ -36,7 +36,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def nested(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Named leaves as dicts within dicts."""
+    """Return named leaves as nested dicts."""
     tree: dict[str, Any] = {}
     for name, leaf in named.items():
         *parents, last = name.split("/")
@@ -48,14 +48,14 @@ def nested(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dtype_and_shape(leaf: Any) -> str:
-    """Dtype and shape as text: `float32[4, 8]`."""
+    """Format dtype and shape: `float32[4, 8]`."""
     return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
 
 
 def mismatches(saved: Mapping[str, str], abstract: Any, partial: bool) -> list[str]:
-    """One line for each array whose dtype and shape in `saved` are not those of `abstract`'s leaf.
+    """Return a line per array whose dtype and shape in `saved` differ from `abstract`'s leaf.
 
-    `partial`: arrays that only `saved` has do not count.
+    `partial`: ignore arrays that only `saved` has.
     """
     ours = {name: dtype_and_shape(leaf) for name, leaf in named_leaves(abstract).items()}
     lines = [
@@ -68,9 +68,9 @@ def mismatches(saved: Mapping[str, str], abstract: Any, partial: bool) -> list[s
 
 
 def named_arrays(state: Any) -> dict[str, jax.Array]:
-    """The leaves of `state` by name, each as an array of its own dtype.
+    """Return the leaves of `state` by name, each as an array of its own dtype.
 
-    Raises ValueError where JAX would narrow one.
+    Raises ValueError if JAX would narrow one.
     """
     return {name: _as_array(name, leaf) for name, leaf in named_leaves(state).items()}
 
@@ -83,15 +83,15 @@ def _as_array(name: str, leaf: Any) -> jax.Array:
 
 
 def to_write(arrays: Mapping[str, jax.Array]) -> ocp.args.PyTreeSave:
-    """What Orbax is to write of `arrays`."""
-    # It refuses arrays without elements: their dtypes and shapes say all there is to know.
+    """Return Orbax's arguments to save `arrays`."""
+    # Orbax refuses empty arrays; their dtypes and shapes, stored in `Info`, are enough.
     return ocp.args.PyTreeSave(nested({n: array for n, array in arrays.items() if array.size}))
 
 
 def read_arrays(checkpoint: AnyPath, abstract: Any) -> Any:
-    """The arrays of the directory `checkpoint` that `abstract` names, in its structure.
+    """Read the arrays that `abstract` names from the directory `checkpoint`, in its structure.
 
-    Each is placed by its leaf's sharding, on the first local device where it has none.
+    Each is placed by its leaf's sharding, or on the first local device if it has none.
     """
     leaves = {name: _placed(leaf) for name, leaf in named_leaves(abstract).items()}
     wanted = nested({name: leaf for name, leaf in leaves.items() if leaf.size})
@@ -118,10 +118,10 @@ def _placed(leaf: Any) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def low_priority_threads() -> Iterator[None]:
-    """The threads started inside, and those that they start, only get idle processor time.
+    """Give threads started inside, and their children, only idle processor time (Linux only).
 
-    At the steps' own priority, threads that compress arrays on the same cores slow a step by half
-    without finishing sooner. Linux only.
+    At normal priority, threads that compress arrays on the same cores slow a step by half without
+    finishing sooner.
     """
     before = _threads()
     try:
@@ -133,7 +133,7 @@ def low_priority_threads() -> Iterator[None]:
 
 
 def _threads() -> set[int]:
-    """The kernel's numbers of this process's threads."""
+    """Return the kernel's ids of this process's threads."""
     try:
         return set(map(int, os.listdir("/proc/self/task")))
     except OSError:
@@ -141,15 +141,15 @@ def _threads() -> set[int]:
 
 
 def one_line(error: BaseException) -> str:
-    """What Orbax or TensorStore raised as one line, the operating system's own words first."""
+    """Return an error of Orbax or TensorStore as one line, led by the operating system's reason."""
     text = str(error).strip().split("\n")[0] or type(error).__name__
-    code = re.search(r"os_error_code='(\d+)'", text)  # TensorStore's reasons come last
+    code = re.search(r"os_error_code='(\d+)'", text)  # TensorStore puts the reason last
     reason = "" if code is None else f"{os.strerror(int(code[1]))}: "
     return reason + (text if len(text) <= 300 else f"{text[:120]} … {text[-175:]}")
 
 
 def report_failures_once() -> None:
-    """Silence Orbax's log and print of failures that it also raises. Harmless when repeated."""
+    """Silence Orbax's logging of failures that it also raises; may be called repeatedly."""
     logging.getLogger("absl").addFilter(_RAISED_ANYWAY)
     if sys.unraisablehook is not _without_closed_loops:
         _previous_hook.append(sys.unraisablehook)
@@ -157,7 +157,7 @@ def report_failures_once() -> None:
 
 
 class _RaisedAnyway(logging.Filter):
-    """Drops what Orbax logs, with a traceback or two, about a failure that it raises here too."""
+    """Drops Orbax's log records, with tracebacks, of failures that it also raises to us."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and "/orbax/" in record.pathname)
@@ -168,7 +168,7 @@ _previous_hook = []
 
 
 def _without_closed_loops(unraisable) -> None:
-    # After one write of a save failed, Orbax closes the event loop, and TensorStore reports each
-    # other write whose result it could not deliver there.
+    # After one write of a save fails, Orbax closes the event loop, and TensorStore reports every
+    # other write whose result it cannot deliver there.
     if str(unraisable.exc_value) != "Event loop is closed":
         _previous_hook[-1](unraisable)

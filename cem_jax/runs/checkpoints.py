@@ -1,20 +1,20 @@
-"""The checkpoints of a run: `Reader` finds, judges and restores them, `Writer` also saves them.
+"""The checkpoints of a run: `Reader` finds, checks and restores them, `Writer` also saves them.
 
-A checkpoint is one directory `<directory>/<step>/`, written by Orbax; where directories can be
-renamed, under another name until it is complete:
+A checkpoint is a directory `<directory>/<step>/`, written by Orbax (under a temporary name until it
+is complete, where directories can be renamed):
 
     state/             the arrays, as a nested dict of string keys (OCDBT, zstd)
     info/metadata      JSON: `Info`, with the run's `Position` under `extra`
     checksums.sha256   every file's SHA-256, written last
 
-Only directories with a checksum list count as checkpoints. The newest `keep` stay, beside them the
-one with the lowest metric and the milestones, every so many steps; nothing is removed before the
-save that replaces it is complete.
+Only directories with a checksum list count as checkpoints. The newest `keep` stay, as do the one
+with the lowest metric and milestones at regular steps; nothing is removed before the save that
+replaces it is complete.
 
-Retention is ours, not that of `orbax.checkpoint.CheckpointManager`: its policies choose when a save
-begins, among all directories, so that a damaged checkpoint would count as one of the newest or as
-the best; its metrics have no measure and are stored where old checkpoints have none; and it refuses
-to save a step again. Reading needs our own listing in any case, to fall back on the next newest.
+Retention does not use `orbax.checkpoint.CheckpointManager`: its policies choose when a save begins,
+among all directories, so a damaged checkpoint could count as one of the newest or as the best; its
+metrics have no measure, and old checkpoints lack them; and it refuses to save a step twice. Reading
+needs our own listing in any case, to fall back to the next newest.
 """
 
 import contextlib
@@ -56,9 +56,9 @@ from cem_jax.storage.paths import (
 )
 
 INFO_FILE = "info/metadata"
-_NAME = re.compile(r"(0|[1-9][0-9]*)(\.replaced)?")  # .replaced: set aside while saved again
+_NAME = re.compile(r"(0|[1-9][0-9]*)(\.replaced)?")  # .replaced: set aside during a new save
 _LEFTOVER = re.compile(r"[0-9]+\.(orbax-checkpoint-tmp.*|removed)")
-_TRIES = 10  # listings, where each chosen checkpoint has been removed before it was read
+_TRIES = 10  # to find a checkpoint that is not removed before it is read
 _WITHOUT_RENAME = ocp.path.atomicity.CommitFileTemporaryPath
 
 
@@ -68,11 +68,11 @@ def warn(line: str) -> None:
 
 
 class Info(NamedTuple):
-    """What a checkpoint says of itself.
+    """The metadata of a checkpoint.
 
-    metric: the validation loss, lower is better; None: not measured, or not finite.
-    measure: what the metric was measured on; metrics of different measures are not compared.
-    milestone: whether it stays for ever.
+    metric: validation loss; None if not measured or not finite.
+    measure: what the metric was measured on; metrics with different measures are not compared.
+    milestone: whether it is kept forever.
     arrays: every array's dtype and shape, by name.
     """
 
@@ -91,7 +91,7 @@ class Info(NamedTuple):
         return cls(**{"measure": None, "milestone": False} | values, position=position)
 
     def stored(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the fields as plain JSON values."""
         values = self._asdict()
         extra = values.pop("position").stored()
         return values | {"extra": json.loads(json.dumps(extra, allow_nan=False))}
@@ -99,11 +99,11 @@ class Info(NamedTuple):
 
 @dataclass
 class _Listed:
-    """A complete checkpoint, and what this process has found out about it.
+    """A complete checkpoint, and what this process knows about it.
 
-    path: the directory it is read from.
-    directories: all that are named after its step, incomplete ones too.
-    checked: whether it was read to its end, or written, by this process.
+    path: the directory to read it from.
+    directories: all directories named after its step, including incomplete ones.
+    checked: whether this process has read it completely, or written it.
     """
 
     path: AnyPath
@@ -114,17 +114,17 @@ class _Listed:
 
 
 class _Removed(Exception):
-    """A checkpoint that was listed has been removed since, by a training or by hand."""
+    """A listed checkpoint has been removed since, by training or by hand."""
 
 
 class Reader:
-    """The checkpoints below `directory` (a local path or an etils URL). Nothing here writes.
+    """Read-only access to the checkpoints below `directory` (a local path or an etils URL).
 
-    The directory is listed once. A training may remove a checkpoint after that: a reader that finds
-    its choice gone lists again and takes the next newest one.
+    The directory is listed once. Training may remove a checkpoint after that: if the chosen one is
+    gone, the reader lists again and takes the next newest.
 
     Args:
-      report: called with one plain line for each thing worth telling (default: stderr).
+      report: called with each warning, one line (default: print to stderr).
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, report: Callable[[str], None] = warn):
@@ -134,9 +134,9 @@ class Reader:
         self._list()
 
     def _list(self) -> None:
-        """Read what is there; tell once of directories that only look like a checkpoint."""
+        """List the checkpoints; report incomplete ones once."""
         self._found: dict[int, _Listed] = {}
-        self.once_complete: list[str] = []  # names of those that have lost their checksum lists
+        self.once_complete: list[str] = []  # names of those without their checksum list
         listed = entries(self.directory)
         half_removed = doomed(listed)
         directories: dict[int, list[AnyPath]] = {}
@@ -155,31 +155,27 @@ class Reader:
             if not complete and _was_complete(path):
                 self.once_complete.append(path.name)
 
-    # ---- what there is ----
-
     def steps(self) -> list[int]:
-        """The steps that have a complete checkpoint, not known to be damaged, in order."""
+        """Return the steps with a complete checkpoint that is not known to be damaged, in order."""
         return sorted(step for step, listed in self._found.items() if listed.damage is None)
 
     def latest_step(self) -> int | None:
-        """The newest of `steps()`, None without any."""
+        """Return the newest of `steps()`, or None."""
         return max(self.steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The undamaged step with the lowest metric, None where none has one; see `Info`.
+        """Return the undamaged step with the lowest metric, or None if no step has a metric.
 
-        Only those measured as the newest measured one was compete; of equals, the newest wins.
+        Only steps with the measure of the newest measured one compete; the newest wins ties.
         """
         return self._best(self.steps())
 
     def info(self, step: int) -> Info:
-        """What the checkpoint of `step` says of itself. Raises UserError if it cannot be read."""
+        """Return the metadata of checkpoint `step`. Raises UserError if it cannot be read."""
         info = self._known_info(step) if step in self._found else None
         if info is None:
             raise UserError(*map(self._damage_line, self._candidates(step)))
         return info
-
-    # ---- restoring ----
 
     def restore(
         self,
@@ -188,25 +184,24 @@ class Reader:
         *,
         partial: bool = False,
     ) -> tuple[Any, Info]:
-        """Read the checkpoint of `step`, or the newest undamaged one for None.
+        """Restore the checkpoint of `step`, or the newest undamaged one for None.
 
         Args:
-          wanted: a tree like the saved one of `jax.ShapeDtypeStruct` or arrays, or a function that
-            makes it, given what the checkpoint says of itself. Each array is placed by its leaf's
-            sharding, on the first device where it has none. Leaves are matched by name, so a dict
-            can stand for a tuple with the same fields.
-          partial: whether arrays that only the checkpoint has are left out rather than refused.
+          wanted: a tree of `jax.ShapeDtypeStruct` or arrays like the saved one, or a function from
+            `Info` to it. Each array is placed by its leaf's sharding, or on the first device if it
+            has none. Leaves are matched by name, so a dict can replace a tuple of the same fields.
+          partial: ignore arrays that only the checkpoint has, rather than refuse them.
 
         Returns:
-          The state, bit for bit as saved, and what the checkpoint says of itself.
+          The state, bit for bit as saved, and the checkpoint's metadata.
 
         Raises:
-          UserError: there is no such checkpoint, it is damaged (for None: all are), or its arrays
+          UserError: no such checkpoint exists, it is damaged (for None: all are), or its arrays
             differ from `wanted` in names, shapes or dtypes.
           RunFailed: one of several processes cannot read it.
         """
         while True:
-            # All processes read what the first one has found to be undamaged.
+            # All processes read the checkpoint that the first one has found undamaged.
             chosen = session.current().shared(
                 "the checkpoint", lambda: self._newest_undamaged(step)
             )
@@ -225,7 +220,7 @@ class Reader:
                 if session.current().processes > 1:
                     raise self._unreadable(chosen, error) from error
                 if not self._is_removed(chosen):
-                    # its bytes are those that were written: not reason enough to remove it
+                    # its bytes are as written, so this does not justify removing it
                     self._found[chosen].damage = Damage(one_line(error), lasting=False)
                     self._report_once(self._damage_line(chosen))
                 continue
@@ -247,7 +242,7 @@ class Reader:
         raise RunFailed(f"{self.directory}: checkpoints are removed faster than they can be read")
 
     def _candidates(self, step: int | None) -> list[int]:
-        """The newest first; `step` alone if given. Raises UserError where there is none."""
+        """Return the steps, newest first, or `step` alone. Raises UserError if there are none."""
         steps = self.steps()
         if step is None and steps:
             return steps[::-1]
@@ -268,8 +263,6 @@ class Reader:
         where = f"checkpoint {step} in {self.directory} cannot be read"
         return RunFailed(f"{where} by {session.whoami()}: {one_line(error)}")
 
-    # ---- judging ----
-
     def _best(self, steps: Iterable[int]) -> int | None:
         infos = {step: self._known_info(step) for step in steps}
         scored = [step for step, info in infos.items() if info and info.metric is not None]
@@ -281,14 +274,14 @@ class Reader:
         return next((s for s in ordered if self._found[s].checked or self._is_sound(s)), None)
 
     def _known_info(self, step: int) -> Info | None:
-        """The info of `step`; None if it is damaged."""
+        """Return the metadata of `step`, or None if it is damaged."""
         listed = self._found[step]
         if listed.info is None:
             self._is_sound(step, INFO_FILE)
         return listed.info if listed.damage is None else None
 
     def _is_sound(self, step: int, only: str | None = None) -> bool:
-        """Whether it is undamaged (`only`: this one file of it); tells if it is not."""
+        """Return whether `step` (`only`: this one file) is undamaged; report damage."""
         listed = self._found[step]
         if listed.damage is None:
             listed.damage = self._examine(step, only)
@@ -298,7 +291,7 @@ class Reader:
         return listed.damage is None
 
     def _examine(self, step: int, only: str | None = None) -> Damage | None:
-        """What is wrong with it, None if nothing is. Raises _Removed."""
+        """Return the damage of `step`, or None. Raises _Removed."""
         listed = self._found[step]
         damage = find_damage(listed.path, only)
         if damage is not None:
@@ -306,7 +299,7 @@ class Reader:
                 raise _Removed
             return damage
         listed.info = Info.read(listed.path)
-        if listed.info.step != step:  # whoever gave it this name may give it its own again
+        if listed.info.step != step:  # the user may rename it back
             other = listed.info.step
             return Damage(f"it is of step {other}: the directory was renamed", lasting=False)
         return None
@@ -324,14 +317,14 @@ class Reader:
 class Writer(Reader):
     """The checkpoints of the run that this process trains.
 
-    With several processes each of them makes the same calls and writes its part of the arrays; the
-    first one writes the checksum lists, removes and reports.
+    With several processes, each makes the same calls and writes its part of the arrays; the first
+    one also writes the checksum lists, removes checkpoints and reports.
 
     Args:
-      keep: how many of the newest checkpoints stay, at least 1.
-      keep_best: whether the one with the lowest metric stays as well.
-      keep_every: those whose step is a multiple of it stay for ever, as do those saved as such
-        under another value; None: no others.
+      keep: number of newest checkpoints to keep, at least 1.
+      keep_best: whether to keep the one with the lowest metric too.
+      keep_every: keep multiples of this step forever (None: none), as well as earlier milestones
+        saved under another value.
     """
 
     def __init__(
@@ -367,13 +360,13 @@ class Writer(Reader):
         metric: float | None = None,
         measure: str | None = None,
     ) -> None:
-        """Start to save `state`; returns as soon as it may change or be donated.
+        """Start saving `state`; return as soon as it may be changed or donated.
 
         Args:
           state: a tree of arrays (Python numbers become 0-d arrays) whose leaves have names.
-          position: where the run is; the checkpoint is named after its step.
-          metric: the validation loss; None, NaN and infinities never win.
-          measure: what it was measured on.
+          position: the run's position; the checkpoint is named after its step.
+          metric: validation loss; None, NaN and infinities never win.
+          measure: what the metric was measured on.
 
         Raises:
           RunFailed: this or the previous save could not be written.
@@ -395,20 +388,20 @@ class Writer(Reader):
             self._make_room(info.step)
             self._saving = info
             with low_priority_threads():
-                # force: an empty or unfinished directory of that name may be there
+                # force: an empty or unfinished directory of that name may exist
                 self._orbax.save(str(self.directory / str(info.step)), args=arguments, force=True)
         except Exception as error:
             raise self._failure(info.step, error) from error
 
     def check(self) -> None:
-        """Raise RunFailed if the save in the background has failed; cheap, never waits."""
+        """Raise RunFailed if the background save has failed; never waits."""
         try:
             self._orbax.check_for_errors()
         except Exception as error:
             raise self._failure(self._saving and self._saving.step, error) from error
 
     def wait(self) -> None:
-        """Wait until the save in the background is complete, then remove what need not stay.
+        """Wait for the background save, then remove checkpoints that need not be kept.
 
         Raises:
           RunFailed: the save could not be written.
@@ -425,7 +418,7 @@ class Writer(Reader):
         aside = [] if replaced is None else [p for p in replaced.directories if p != path]
         self._found[info.step] = _Listed(path, [path, *aside], info, checked=True)
         if session.current().is_first:
-            with contextlib.suppress(_Removed):  # by hand just now: the next save goes through it
+            with contextlib.suppress(_Removed):  # by hand just now; the next save retries
                 self._retain(info.step)
 
     def close(self) -> None:
@@ -438,12 +431,12 @@ class Writer(Reader):
     def restore(
         self, step: int | None, wanted: Any | Callable[[Info], Any], *, partial: bool = False
     ) -> tuple[Any, Info]:
-        """As `Reader.restore`, once the save in the background is complete."""
+        """Restore as `Reader.restore` does, after waiting for the background save."""
         self.wait()
         return super().restore(step, wanted, partial=partial)
 
     def _seal(self) -> None:
-        """Orbax calls this in its thread when all files are written, before the rename."""
+        """Write the checksum list; Orbax calls this in its thread, before the rename."""
         step = self._saving.step
         unfinished = self.directory.glob(f"{step}.orbax-checkpoint-tmp*")
         write_checksums(next(iter(unfinished), self.directory / str(step)))
@@ -452,7 +445,7 @@ class Writer(Reader):
         """Clear leftovers of earlier processes; set aside a checkpoint of the same step."""
         if not session.current().is_first:
             return
-        # The directory alone: a run directory that was removed meanwhile must not reappear.
+        # Without parents: a run directory that was removed meanwhile must not reappear.
         self.directory.mkdir(parents=is_url(self.directory), exist_ok=True)
         if not self._cleaned:
             self._clear_leftovers()
@@ -469,12 +462,12 @@ class Writer(Reader):
                 finish_removal(path)
 
     def _retain(self, newest: int) -> None:
-        """Remove what need not stay, now that `newest` is complete.
+        """Remove checkpoints that need not be kept, now that `newest` is complete.
 
-        Later steps are what an earlier run left when it went back to a step before them.
+        Later steps are left over from before the run went back to an earlier step.
         """
         for step in [s for s, listed in self._found.items() if not listed.path.exists()]:
-            del self._found[step]  # somebody else removed it: it is not one of the newest
+            del self._found[step]  # removed by someone else: not one of the newest
         earlier = [step for step in self.steps() if step < newest]
         kept = {newest, *earlier[::-1][: self._keep - 1]}
         kept |= {s for s in earlier if self._is_multiple(s) or self._is_milestone(s)}
@@ -508,7 +501,7 @@ class Writer(Reader):
         try:
             remove(path)
         except FileNotFoundError:
-            pass  # somebody else was first
+            pass  # removed by someone else
         except OSError as error:
             self._report_once(f"{path} could not be removed: {error}")
             return False
@@ -525,7 +518,7 @@ class Writer(Reader):
         newest = self.latest_step()
         self._saving = None
         if session.current().is_first:
-            with contextlib.suppress(OSError):  # what it left may be what filled the disk
+            with contextlib.suppress(OSError):  # its leftovers may have filled the disk
                 self._clear_leftovers()
         rest = "no checkpoint is complete" if newest is None else f"the newest complete is {newest}"
         where = f"checkpoint {step} could not be written to {self.directory}"
@@ -533,11 +526,11 @@ class Writer(Reader):
 
 
 def _was_complete(path: AnyPath) -> bool:
-    """Whether the directory, which has no checksum list, was written to its end once."""
-    if path.name.endswith(".removed"):  # it goes because a complete one has replaced it
+    """Return whether the directory, now without a checksum list, was once complete."""
+    if path.name.endswith(".removed"):  # removed after a complete one replaced it
         return True
     if not _NAME.fullmatch(path.name) or not path.is_dir():
         return False
-    if is_url(path):  # written in its place, so that a save may have been killed in it
+    if is_url(path):  # written in place, so it may be a killed save
         return (path / "commit_success.txt").exists()
-    return any(path.iterdir())  # it gets this name when it is complete
+    return any(path.iterdir())  # renamed to this only when complete

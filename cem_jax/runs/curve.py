@@ -1,4 +1,4 @@
-"""The loss curve of a run, as a picture."""
+"""Draw the loss curve of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,11 @@ from cem_jax.runs.metrics import read_metrics
 
 
 def draw_loss_curve(workdir: Path, picture: Path) -> None:
-    """Training and held-out loss over tokens, and the learning rate below, as a PNG.
+    """Write a PNG of training and held-out loss over tokens, with the learning rate below.
 
-    Held-out losses are all of the same tokens: those of other parts of the split are left out.
+    Held-out losses are all on the same tokens; evaluations of other parts are left out.
     """
-    # The pyplot interface would look for a display; figures of their own do not.
+    # pyplot would look for a display; a standalone figure does not.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -37,7 +37,7 @@ def draw_loss_curve(workdir: Path, picture: Path) -> None:
         losses = [line["loss"] for line in held_out]
         label = f"held out, the same {held_out[0]['tokens']:,} tokens each time"
         top.plot(at, losses, "o-", color="C1", markersize=8, label=label)
-    top.set_ylabel("loss, nats a token")
+    top.set_ylabel("loss, nats per token")
     top.legend()
     top.grid(alpha=0.3)
     bottom.plot(millions, [line["learning_rate"] for line in train], color="C2")
@@ -48,7 +48,7 @@ def draw_loss_curve(workdir: Path, picture: Path) -> None:
 
 
 def _comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Evaluations of one part of the split: the part evaluated most often, and last."""
+    """Return the evaluations of one part of the split: the most frequent, of equals the latest."""
     sizes = [line["tokens"] for line in lines]
     often = max(reversed(sizes), key=sizes.count, default=0)
     return [line for line in lines if line["tokens"] == often]

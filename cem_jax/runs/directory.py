@@ -1,4 +1,4 @@
-"""What a run writes beside its checkpoints, and whether a directory's run is this one.
+"""The files of a run's directory beside its checkpoints, and checks before training in it.
 
 config.json        the resolved configuration, all fields
 tokenizer.model    the dataset's tokenizer
@@ -23,14 +23,14 @@ from cem_jax.runs.metrics import FILE_NAME, metrics_so_far
 from cem_jax.storage.durable import clear_scratch, lock, write_durably
 from cem_jax.storage.paths import AnyPath, is_url, writing
 
-EXPORTED = "model.safetensors"  # what an export has, and no run
-# Places, which may differ between the machines of a run.
+EXPORTED = "model.safetensors"  # marks an export; runs have none
+# Paths, which may differ between the machines of a run.
 LOCAL_FIELDS = ("data.path", "data.mixture", "log.compile_cache")
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def read_config(workdir: AnyPath) -> Config | None:
-    """The configuration of the run in `workdir`, None if there is none; UserError if broken."""
+    """Read the configuration of the run in `workdir`, or None. Raises UserError if it is broken."""
     path = workdir / "config.json"
     if not path.exists():
         return None
@@ -49,7 +49,7 @@ def read_config(workdir: AnyPath) -> Config | None:
 
 
 def present_config(workdir: AnyPath) -> Config | None:
-    """As `read_config`; raises UserError too where checkpoints are without one, or a file."""
+    """Read the configuration; also raise UserError if checkpoints/ is a file or is without it."""
     folder = workdir / "checkpoints"
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file, where a run has a directory; use another --workdir")
@@ -63,9 +63,12 @@ def present_config(workdir: AnyPath) -> Config | None:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The data's places, so that they are found from another working directory too."""
-    absolute = lambda p: p if is_url(p) or not p else os.path.abspath(os.path.expanduser(p))
-    # entries are PATH=WEIGHT; a relative path and an absolute one both stand before the last "="
+    """Make the data's paths absolute, so that they are found from any working directory."""
+
+    def absolute(path: str) -> str:
+        return path if is_url(path) or not path else os.path.abspath(os.path.expanduser(path))
+
+    # entries are PATH=WEIGHT, which can be made absolute like a path
     mixture = tuple(absolute(entry) for entry in config.data.mixture)
     data = replace(config.data, path=absolute(config.data.path), mixture=mixture)
     return replace(config, data=data)
@@ -73,11 +76,11 @@ def with_absolute_paths(config: Config) -> Config:
 
 @contextlib.contextmanager
 def only_writer(workdir: AnyPath) -> Iterator[None]:
-    """Makes `workdir`, and keeps a second `cem train` out of it; object stores have no locks.
+    """Create `workdir` and keep other `cem train` processes out of it (URLs have no locks).
 
-    What it made goes again if it is still empty at the end.
+    Directories created here are removed if they are still empty at the end.
 
-    Raises UserError when it cannot be made or another process is at work in it.
+    Raises UserError if `workdir` cannot be created or another process is using it.
     """
     if not session.current().is_first or is_url(workdir):
         yield
@@ -99,12 +102,12 @@ def only_writer(workdir: AnyPath) -> Iterator[None]:
 
 def _unmake(folders: list[AnyPath]) -> None:
     for folder in folders:
-        with contextlib.suppress(OSError):  # it holds something, or was not made
+        with contextlib.suppress(OSError):  # not empty, or not created
             os.rmdir(folder)
 
 
 def agreed_facts(config: Config, fingerprint: str, latest: int | None, origin: str | None):
-    """What must be the same in all processes of a run: configuration, code, data, first step."""
+    """Return what all processes of a run must agree on: configuration, code, data, first step."""
     facts = {f"config {name}": value for name, value in leaves(config).items()}
     for name in LOCAL_FIELDS:
         del facts[f"config {name}"]
@@ -123,11 +126,11 @@ def agreed_facts(config: Config, fingerprint: str, latest: int | None, origin: s
 
 
 def require_nothing_lost(workdir: AnyPath, once_complete: list[str], before: Config) -> None:
-    """Raises UserError where a run without a checkpoint to go on from has had one.
+    """Raise UserError if a run without a checkpoint to resume from has had one.
 
     Args:
-      once_complete: directories that were checkpoints, and are not any more.
-      before: the configuration it was last begun with.
+      once_complete: directories that are no longer complete checkpoints.
+      before: the configuration the run was last started with.
     """
     folder, path = workdir / "checkpoints", workdir / FILE_NAME
     again = "use another --workdir, or remove checkpoints/ and metrics.jsonl to begin again"
@@ -138,16 +141,16 @@ def require_nothing_lost(workdir: AnyPath, once_complete: list[str], before: Con
         )
     last = max((line["step"] for line in metrics_so_far(workdir)), default=0)
     c = before.checkpoint
-    # The second save waits for the first one, and the steps after it for its beginning.
+    # A save waits for the previous one to finish, so by then at least one was complete.
     if last > 2 * min(c.every, c.keep_every or c.every):
         raise UserError(
-            f"{folder}: no checkpoint to resume from, but {path} tells of step {last}; put the "
+            f"{folder}: no checkpoint to resume from, but {path} reaches step {last}; put the "
             f"checkpoints back, {again}"
         )
 
 
 def write_run_files(workdir: AnyPath, config: Config, tokenizer_model: bytes) -> None:
-    """config.json and tokenizer.model, each whole or not at all."""
+    """Write config.json and tokenizer.model, each whole or not at all."""
     workdir.mkdir(parents=True, exist_ok=True)
     tokenizer, fields = workdir / "tokenizer.model", workdir / "config.json"
     clear_scratch(tokenizer, fields, workdir / FILE_NAME)

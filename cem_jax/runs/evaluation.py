@@ -1,4 +1,4 @@
-"""Evaluate a run: loss, perplexity and bits per byte of a whole split."""
+"""Evaluate a run: loss, perplexity and bits per byte on a whole split."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from cem_jax.runs.setup import open_data
 from cem_jax.text import Pace, ProgressLine, format_count, format_duration
 from cem_jax.train.evaluator import Evaluator
 
-_TOKENS_CPU, _TOKENS = 1 << 11, 1 << 15  # of a batch; on CPU, what its caches hold is fastest
+_TOKENS_CPU, _TOKENS = 1 << 11, 1 << 15  # per batch; on CPU, fastest is what fits its caches
 
 
 def evaluate(
@@ -29,22 +29,20 @@ def evaluate(
     attention_steps: int | None = None,
     mlp_steps: int | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a run's checkpoint on a split of the data that it was configured with.
-
-    Shows its progress on stderr.
+    """Evaluate a run's checkpoint on a split of its configured data; show progress on stderr.
 
     Args:
-      step: of the checkpoint; None: the newest.
+      step: the checkpoint; None: the newest.
       split: None: eval.split.
-      batch: windows at a time; None: what suits the device.
-      attention_steps, mlp_steps: T in place of the configured ones.
+      batch: windows per batch; None: what suits the device.
+      attention_steps, mlp_steps: T, if not as configured.
 
     Returns:
-      What `Evaluator` finds, with `step`, `split` and `seconds`.
+      The result of `Evaluator`, with `step`, `split` and `seconds`.
 
     Raises:
-      UserError: before any work, for a run, checkpoint, split or dataset that does not exist or
-        does not fit; a tokenizer other than the run's is refused.
+      UserError: before any work, if the run, checkpoint, split or dataset is missing or does not
+        fit, or the dataset's tokenizer is not the run's.
     """
     run = Run.open(workdir, step)
     config = run.config
@@ -61,7 +59,7 @@ def evaluate(
 
 
 def default_batch(config: Config, mixture: Mixture, split: str) -> int:
-    """Windows at a time: what suits the device, but no more than the split has."""
+    """Return the windows per batch that suit the device, at most those of the split."""
     tokens = _TOKENS_CPU if jax.default_backend() == "cpu" else _TOKENS
     context = config.data.context
     windows = max(-(-(part.split(split).tokens - 1) // context) for part in mixture.parts(split))
@@ -79,11 +77,11 @@ def _open(run: Run) -> Mixture:
 
 
 def _reporter(total: int, tokens: int) -> Callable[[int], None]:
-    """What the evaluator tells how many of its batches, of so many tokens, are done."""
+    """Return a function that shows how many of `total` batches (of `tokens` each) are done."""
     line, pace = ProgressLine(sys.stderr), Pace(total)
 
     def report(done: int) -> None:
-        speed = pace.per_second(done)  # since the first batch, which compiles
+        speed = pace.per_second(done)  # not counting the first batch, which compiles
         if line.is_due():
             parts = [f"batch {done}/{total}"]
             if speed is not None:

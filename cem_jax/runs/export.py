@@ -1,13 +1,13 @@
 """Exports: a run's parameters as safetensors, with configuration and tokenizer beside them.
 
-    model.safetensors    each parameter under its dotted name, a layer at a time (docs/export.md)
+    model.safetensors    each parameter under its dotted name, layer by layer (docs/export.md)
     config.json          the run's configuration, as in its directory
     tokenizer.model      SentencePiece
-    checksums.sha256     of these files, for `sha256sum -c`
+    checksums.sha256     for `sha256sum -c`
 
-Step, tokenizer hash and separator are in the safetensors file's own metadata, as JSON under
-`cem_jax`. The same checkpoint gives the same bytes. An import restores them bit for bit; it has no
-optimizer state, so training cannot resume from it, but a new run can begin with its parameters.
+The safetensors file's metadata holds the step, tokenizer hash and separator, as JSON under
+`cem_jax`. Exports of a checkpoint are byte-identical. An import restores the parameters bit for
+bit, but no optimizer state: training cannot resume from it, but a new run can begin with it.
 """
 
 import contextlib
@@ -34,19 +34,19 @@ from cem_jax.runs.run import Run
 from cem_jax.storage.durable import new_directory
 from cem_jax.storage.paths import any_path
 
-METADATA = "cem_jax"  # one key: the library writes several in any order
-_PARTIAL = ".cem.partial"  # the working directory within one that is there
-_SHOWN = 20  # problems told one by one
+METADATA = "cem_jax"  # a single key: the library writes several in random order
+_PARTIAL = ".cem.partial"  # filled first, if the output directory exists
+_SHOWN = 20  # problems listed one by one
 _LAST_STEP = 2**31 - 1  # a run counts its steps in 32 bits
 
 
 def export_run(
     workdir: str | os.PathLike[str], output: str | os.PathLike[str], *, step: int | None = None
 ) -> dict[str, Any]:
-    """Write a checkpoint, by default the newest, of the run in `workdir` into the new `output`.
+    """Export a checkpoint (None: the newest) of the run in `workdir` to the new directory `output`.
 
-    Returns {files, parameters, step}. Raises UserError for a run or checkpoint that does not exist
-    and for an output that holds something already.
+    Returns {files, parameters, step}. Raises UserError for a missing run or checkpoint, and if
+    `output` is not empty.
     """
     output = new_directory("--output", output, but_for=_PARTIAL)
     run = Run.open(workdir, step)
@@ -64,10 +64,10 @@ def export_run(
 
 
 def import_run(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Make a run directory, with one checkpoint of parameters alone, from an export.
+    """Make a run directory, with one checkpoint of only parameters, from an export.
 
-    Returns {files, parameters, step}. Raises UserError, with nothing written, for a directory that
-    holds no export, a damaged one, and parameters that are not those of its configuration.
+    Returns {files, parameters, step}. Raises UserError, with nothing written, if `source` is not an
+    export, is damaged, or its parameters do not fit its configuration.
     """
     source = any_path(source)
     workdir = new_directory("--workdir", workdir, but_for=_PARTIAL)
@@ -99,7 +99,7 @@ def import_run(source: str | os.PathLike[str], workdir: str | os.PathLike[str]) 
 
 
 def layer_by_layer(parameters: pure.Parameters) -> dict[str, np.ndarray]:
-    """The parameters by dotted name; what is stacked over layers, taken apart.
+    """Return the parameters by dotted name, with stacked layers split.
 
     `blocks/mlp/tied` of shape [L, M, D] becomes `blocks.0.mlp.tied` … of shape [M, D].
     """
@@ -115,9 +115,9 @@ def layer_by_layer(parameters: pure.Parameters) -> dict[str, np.ndarray]:
 
 
 def stacked(arrays: Mapping[str, np.ndarray], config: Config, where: str) -> pure.Parameters:
-    """The parameter tree of `layer_by_layer`'s arrays.
+    """Return the parameter tree of `layer_by_layer`'s arrays.
 
-    Raises UserError, naming them, when they are not the configuration's in name, shape and dtype.
+    Raises UserError listing the names, shapes and dtypes that do not match the configuration.
     """
     wanted = named_leaves(pure.abstract_parameters(config.model))
     expected = {
@@ -148,17 +148,17 @@ def _write_weights(
 
     try:
         path.touch()
-        mode = path.stat().st_mode  # as the umask wants it; the library's own is 0600
+        mode = path.stat().st_mode  # follows the umask; the library would use 0600
         save_file(dict(arrays), path, metadata={METADATA: json.dumps(metadata)})
         path.chmod(mode)
-    except SafetensorError as error:  # it wraps what the operating system says
+    except SafetensorError as error:  # it wraps an error of the operating system
         raise OSError(str(error)) from error
 
 
 def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """(arrays by name, what `cem export` says of them).
+    """Read an exported safetensors file: (arrays by name, metadata).
 
-    Raises UserError when it is no safetensors file that `cem export` wrote.
+    Raises UserError if `cem export` did not write it.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -167,7 +167,7 @@ def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             metadata = json.loads((file.metadata() or {}).get(METADATA, "null"))
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: no readable safetensors file: {error}") from None
+        raise UserError(f"{path}: not a readable safetensors file: {error}") from None
     if not isinstance(metadata, dict):
         raise UserError(f"{path}: was not written by `cem export`: no metadata {METADATA!r}")
     return arrays, metadata
@@ -184,7 +184,7 @@ def _step(metadata: Mapping[str, Any], where: str) -> int:
 
 
 def _require_finite(arrays: Mapping[str, np.ndarray], where: str) -> None:
-    """No checkpoint of a run holds others (docs/checkpoints.md)."""
+    """Refuse non-finite parameters, which no checkpoint holds (docs/checkpoints.md)."""
     bad = {name: np.count_nonzero(~np.isfinite(array)) for name, array in arrays.items()}
     found = [f"{name}: {count:,} of {arrays[name].size:,}" for name, count in bad.items() if count]
     if found:
@@ -197,7 +197,7 @@ def _first(lines: Sequence[str]) -> list[str]:
 
 
 def _parts(name: str, leaf: jax.ShapeDtypeStruct) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    """(name, shape and dtype) of the arrays in a file that make up the parameter `name`."""
+    """Return (name, shape and dtype) of the file's arrays that make up the parameter `name`."""
     first, *rest = name.split("/")
     if first != "blocks":
         return [(".".join([first, *rest]), leaf)]
@@ -221,10 +221,10 @@ def _require_files(source: Path) -> None:
 
 @contextlib.contextmanager
 def made_whole(output: Path) -> Iterator[Path]:
-    """A directory to be filled, which becomes `output` at the end; after an exception, nothing.
+    """Yield a directory to fill, which becomes `output` unless an exception is raised.
 
-    A directory that is there already stays the same one: it may be a mount or where a shell is.
-    Raises UserError when it cannot be written.
+    An existing directory is filled, not replaced: it may be a mount or a shell's directory.
+    Raises UserError if it cannot be written.
     """
     output = Path(os.path.abspath(output))
     there = output.is_dir()

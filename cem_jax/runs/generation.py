@@ -1,7 +1,7 @@
 """Continue a prompt, token by token, over a decode cache.
 
-A text starts with the separator that its documents were trained with; the model reads it, then the
-prompt. Together they must fit the context, and generation ends with the context at the latest.
+The model reads the separator that documents were trained with, then the prompt. Together they must
+fit the context, and generation ends at the latest when the context is full.
 
 Shapes: V vocabulary · N prompt tokens, padded.
 """
@@ -22,17 +22,17 @@ from cem_jax.runs.run import Run
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen. Temperature 0 takes the likeliest, whatever the rest says."""
+    """Rules for choosing the next token. Temperature 0 always takes the likeliest."""
 
     temperature: float = 1.0
     top_k: int | None = None  # among the k likeliest
-    top_p: float | None = None  # among the likeliest that together reach p
+    top_p: float | None = None  # among the fewest likeliest whose probabilities reach p
     seed: int = 0
 
 
 class Generation(NamedTuple):
     text: str  # the continuation, without the prompt
-    tokens: int  # generated, the separator that ended it not counted
+    tokens: int  # generated, not counting a final separator
     prompt_tokens: int
     stop: str  # separator | length (max_tokens) | context
 
@@ -53,9 +53,9 @@ def generate_text(
 
 
 def prompt_ids(config: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """What the model reads: the separator, and the prompt's tokens.
+    """Return the ids that the model reads: the separator and the prompt's tokens.
 
-    Raises UserError when they are more than data.context.
+    Raises UserError if they exceed data.context.
     """
     before, after = tokenizer.separator_ids(config.data.separator)
     start = before or after
@@ -70,7 +70,7 @@ def prompt_ids(config: Config, tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 class Generator:
-    """Continues prompts with given parameters; compiled once for each size of prompt and cache."""
+    """Continues prompts with given parameters; compiled once per size of prompt and cache."""
 
     def __init__(self, config: Config, parameters: pure.Parameters, tokenizer: Tokenizer):
         self._config = config
@@ -88,8 +88,8 @@ class Generator:
         def prefill(parameters, tokens_N, length):
             model = pure.bind(config.model, parameters)
             cache = model.cache(1, length, dtype)
-            # What stands behind the prompt is padding: no query of the prompt sees it, and each
-            # position is overwritten before a later one does.
+            # The prompt is followed by padding: no query of the prompt sees it, and each position
+            # is overwritten before a later query does.
             return decode(parameters, tokens_N, cache, 0)[1]
 
         def next_token(parameters, token, cache, position, key, temperature, top_k, top_p):
@@ -110,12 +110,12 @@ class Generator:
         sampling: Sampling = Sampling(),  # noqa: B008 - immutable
         write: Callable[[str], None] = lambda text: None,
     ) -> Generation:
-        """At most `max_tokens` tokens after `prompt`; `write` gets their text as it comes.
+        """Generate at most `max_tokens` tokens after `prompt`; pass text to `write` as it comes.
 
-        Raises UserError when the prompt does not fit the context.
+        Raises UserError if the prompt does not fit the context.
         """
         ids = prompt_ids(self._config, self._tokenizer, prompt)
-        room = self._config.data.context + 1 - len(ids)  # the last token is not read any more
+        room = self._config.data.context + 1 - len(ids)  # the last token is never read
         stop = "length" if max_tokens <= room else "context"
         text = TextStream(self._tokenizer, ids)
         written = []
@@ -133,7 +133,7 @@ class Generator:
         return Generation("".join(written), generated, prompt_tokens, stop)
 
     def _tokens(self, ids: list[int], count: int, sampling: Sampling):
-        """Sampled ids, one after another."""
+        """Yield sampled ids."""
         if not count:
             return
         context = self._config.data.context
@@ -156,15 +156,15 @@ def sample(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Int[Array, ""]:
-    """A token id drawn from softmax(logits / temperature), in float32 or better.
+    """Draw a token id from softmax(logits / temperature), in float32 or better.
 
-    Ids among the `top_k` likeliest, and of those the fewest that reach probability `top_p`; the
-    likeliest always stays. Temperature 0: the likeliest.
+    Only the `top_k` likeliest ids count, and of those the fewest that reach probability `top_p`;
+    the likeliest always does. Temperature 0: the likeliest.
     """
     logits_V = logits_V.astype(jnp.promote_types(logits_V.dtype, jnp.float32))
     if temperature == 0:
         return jnp.argmax(logits_V).astype(jnp.int32)
-    # Less their maximum, so that a temperature near 0 makes no difference of infinities.
+    # Subtract the maximum, so that a temperature near 0 does not give inf - inf.
     logits_V = (logits_V - logits_V.max()) / max(temperature, 1e-30)
     if top_k is None and top_p is None:
         return jax.random.categorical(key, logits_V).astype(jnp.int32)
@@ -178,21 +178,21 @@ def sample(
 
 
 class TextStream:
-    """Text of tokens as they come; a character split over tokens waits for its last byte."""
+    """Decodes tokens as they come; a character split over tokens waits for its last byte."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]):
         self._tokenizer = tokenizer
         self._ids = list(prompt)
-        self._anchor = 0  # decoding starts here, for pieces whose text depends on what is before
-        self._shown = len(prompt)  # ids whose text was given out
+        self._anchor = 0  # decode from here: a piece's text may depend on the one before
+        self._shown = len(prompt)  # number of ids whose text was returned
 
     def push(self, token: int) -> str:
-        """The text that is certain once `token` has come."""
+        """Add `token` and return the text that is now certain."""
         self._ids.append(token)
         return self._new_text(final=False)
 
     def flush(self) -> str:
-        """What is left, with U+FFFD for bytes that make no character."""
+        """Return the rest, with U+FFFD for bytes that form no character."""
         return self._new_text(final=True)
 
     def _new_text(self, final: bool) -> str:

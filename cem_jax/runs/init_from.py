@@ -1,4 +1,4 @@
-"""`cem train --init-from RUN`: a new run that begins with the parameters of another one."""
+"""`cem train --init-from RUN`: start a new run with the parameters of another."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -23,13 +23,13 @@ _PARAMS = "params/"
 def initialised_from(
     setup: Setup, origin: str, say: Callable[[str], None]
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Make step 0 with the parameters of the run `origin`, where names, shapes and dtypes agree.
+    """Return step 0 with the parameters of the run `origin` whose names, shapes and dtypes match.
 
-    The rest stays as freshly drawn; `say` is told what. Returns the state, and the record of it:
+    The others keep their random values; `say` reports them. Returns the state and a record:
     {from, checkpoint, taken, fresh, unused}.
 
     Raises:
-      UserError: `origin` has no sound checkpoint, or not one parameter agrees.
+      UserError: `origin` has no undamaged checkpoint, or no parameter matches.
     """
     workdir = place(origin)
     if not (workdir / "checkpoints").is_dir():
@@ -56,7 +56,7 @@ def initialised_from(
     unused = sorted(name for name in info.arrays.keys() - ours.keys() if name.startswith(_PARAMS))
     say(f"{len(found)} of {len(ours)} parameters from checkpoint {info.step} of {origin}")
     for line in _unlike(ours, info.arrays):
-        say(f"as freshly drawn: {line}")
+        say(f"freshly initialised: {line}")
     for name in unused:
         say(f"not used: {_shown(name)}: {info.arrays[name]} there, absent here")
     there, here = info.position.tokenizer_hash, setup.mixture.tokenizer_hash
@@ -75,13 +75,13 @@ def initialised_from(
 def require_origin(
     workdir: AnyPath, position: Position, init_from: str, say: Callable[[str], None]
 ) -> None:
-    """Say that `init_from` is not read again, where a run continues from `position`.
+    """Report that a run that resumes from `position` does not read `init_from` again.
 
     Raises:
-      UserError: it is not what the run began with.
+      UserError: the run did not begin with it.
     """
     began = position.initialised_from
-    if began == "":  # runs that began before it was recorded are believed
+    if began == "":  # older runs did not record it: take the user's word
         began = init_from
     if began is None or _real(began) != _real(init_from):
         raise UserError(
@@ -93,10 +93,10 @@ def require_origin(
 
 
 def require_same_start(workdir: AnyPath, init_from: str | None) -> None:
-    """Check how a run without a checkpoint is begun again.
+    """Check that a run without a checkpoint is restarted with the same --init-from.
 
     Raises:
-      UserError: it was begun with the parameters of another run than `init_from`.
+      UserError: it began with the parameters of another run.
     """
     events = (line for line in metrics_so_far(workdir) if line.get("event") == "initialised")
     origins = [event["from"] for event in events]
@@ -112,22 +112,22 @@ def _real(path: str) -> str:
 
 
 def _no_run(path: AnyPath, given: str) -> str:
-    """What there is in place of a run's directory, which was `given` as this."""
+    """Return why `path` (`given` by the user) is not a run's directory."""
     if not path.exists():
         return "no such directory"
     if (path / EXPORTED).exists():
         return (
-            "holds what `cem export` wrote, not a run; make one of it by "
-            f"`cem import --input {given} --workdir RUN`, and begin with that"
+            "holds an export, not a run; make a run of it with "
+            f"`cem import --input {given} --workdir RUN`, and start from that"
         )
     for folder in path.parents[:2]:
         if (folder / "checkpoints").is_dir():
             return f"not a run, but a part of one; name the run's directory, {folder}"
-    return "not the directory of a run: there is no checkpoints/ in it"
+    return "not the directory of a run: it has no checkpoints/"
 
 
 def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, str]) -> list[str]:
-    """A line for each parameter of ours that theirs lack or hold in another dtype or shape."""
+    """Return a line per parameter of ours that theirs lack or have in another dtype or shape."""
     return [
         f"{_shown(name)}: {theirs.get(name, 'absent')} there, {dtype_and_shape(leaf)} here"
         for name, leaf in ours.items()

@@ -1,9 +1,9 @@
 """Checksums of a directory's files, so that damage is found before anything reads them.
 
 Orbax finds a truncated or missing file, but not flipped bytes: arrays that do not compress are
-stored raw and restored wrong without a word. So each checkpoint carries a list of its files'
+stored raw, and corruption is restored silently. So each checkpoint has a list of its files'
 SHA-256 sums in the format of `sha256sum`; `sha256sum -c checksums.sha256` inside a checkpoint
-checks it by hand. The list is written last, so a directory that has one was written whole.
+checks it by hand. The list is written last, so a directory that has one is complete.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from cem_jax.storage.durable import sha256_of, sync
 from cem_jax.storage.paths import AnyPath, files_below, is_url
 
 LIST_NAME = "checksums.sha256"
-# Orbax's markers: it rewrites them after the list is made, and needs none of them to restore.
+# Orbax's markers, which it rewrites after the list is made and does not need to restore.
 _UNLISTED = {LIST_NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}
 _THREADS = 4  # hashing and reading release the GIL
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a directory, in words; `lasting` unless another try may find it well."""
+    """A description of what is wrong with a directory; `lasting` unless it may pass."""
 
     what: str
     lasting: bool = True
@@ -31,28 +31,28 @@ class Damage:
 
 
 def write_checksums(directory: AnyPath) -> None:
-    """Write the list of every file below `directory` into it, once they are all on the disk."""
+    """Write the checksum list of `directory`, and flush the list and all files to the disk."""
     names = sorted(n for n in files_below(directory) if n.rpartition("/")[2] not in _UNLISTED)
     sums = _digests(directory, names)
-    for told in sums.values():
-        if isinstance(told, Damage):
-            raise OSError(f"{directory}: {told}")
+    for digest in sums.values():
+        if isinstance(digest, Damage):
+            raise OSError(f"{directory}: {digest}")
     lines = "".join(f"{sums[name]}  {name}\n" for name in names)
     (directory / LIST_NAME).write_text(lines)
-    if not is_url(directory):  # object stores keep what they have taken
+    if not is_url(directory):  # object stores are durable
         for name in (*names, LIST_NAME):
-            sync(directory / name)  # what is older may be removed after that
+            sync(directory / name)  # afterwards, older checkpoints may be removed
 
 
 def is_whole(directory: AnyPath) -> bool:
-    """Whether `directory` was written to its end (it may have been damaged since)."""
+    """Return whether `directory` was written completely (it may have been damaged since)."""
     return (directory / LIST_NAME).exists()
 
 
 def find_damage(directory: AnyPath, only: str | None = None) -> Damage | None:
-    """The first file below `directory` that is missing, altered or not to be read; None: all well.
+    """Return the damage of the first file that is missing, altered or unreadable, or None.
 
-    `only`: check this one file of the list instead of all.
+    `only`: check just this file of the list.
     """
     try:
         lines = (directory / LIST_NAME).read_text().splitlines()
@@ -74,7 +74,7 @@ def find_damage(directory: AnyPath, only: str | None = None) -> Damage | None:
 
 
 def _unread(name: str, error: Exception) -> Damage:
-    """A store's driver raises what it likes: all but a missing file may be there the next time."""
+    """Return the damage for `error`; anything but a missing file may be readable the next time."""
     if isinstance(error, MemoryError):
         raise error
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):

@@ -1,6 +1,6 @@
-"""The loop around the training step and what belongs between steps: validation, checkpoints, ends.
+"""The training loop: steps, and validation, checkpoints and stopping between them.
 
-The device is kept ahead of the host: a step is dispatched before the one before it is read.
+Each step is dispatched before the previous one's results are read, so that the device never waits.
 """
 
 import math
@@ -30,7 +30,7 @@ from cem_jax.train.step import StepMetrics, TrainState
 
 
 class Due(NamedTuple):
-    """What is to be done between two steps; `signal`: the one to stop by, 0 for none."""
+    """Work due between two steps; `signal`: the signal to stop for, or 0."""
 
     save: bool = False
     validation: bool = False
@@ -39,7 +39,7 @@ class Due(NamedTuple):
 
 
 def due_after(done: int, total: int, config: Config, *, signal: int, late: bool) -> Due:
-    """What is due after `done` of `total` steps; `late`: checkpoint.every_minutes have passed."""
+    """Return the work due after step `done`; `late`: checkpoint.every_minutes have passed."""
     c, every = config.checkpoint, config.log.energies_every
     milestone = c.keep_every is not None and done % c.keep_every == 0
     ends = done == total
@@ -52,7 +52,7 @@ def due_after(done: int, total: int, config: Config, *, signal: int, late: bool)
 
 
 class Loop:
-    """The moving parts of a run."""
+    """The state of a running training and the methods that advance it."""
 
     def __init__(
         self,
@@ -78,26 +78,26 @@ class Loop:
         self.probe = make_probe(config, setup.mesh) if config.log.energies_every else None
 
     def announce(self) -> None:
-        """Say what is about to run, and where."""
+        """Print what is about to run, and where."""
         start, total = self.course.start, self.course.total
         devices, count = jax.device_count(), session.current().processes
         kind = jax.devices()[0].device_kind
         self.progress.message(
             f"{'resuming' if start else 'starting'} at step {start} of {total} in "
             f"{self.workdir}: {self.config.train.global_batch} sequences of "
-            f"{self.config.data.context} tokens a step, {self.config.train.compute_dtype}, "
+            f"{self.config.data.context} tokens per step, {self.config.train.compute_dtype}, "
             f"{devices} × {kind}" + (f" in {count} processes" if count > 1 else "")
         )
         if start < total:
             flops = self.config.tokens_per_step * self.flops_per_token
-            self.progress.message(f"compiling, then {flops / 1e12:,.3g} TFLOP a step")
+            self.progress.message(f"compiling, then {flops / 1e12:,.3g} TFLOP per step")
 
     def run(
         self, state: TrainState, position: Position, after_step: Callable[[int], None]
     ) -> Position:
-        """Make the steps from `position` to the end, with what belongs between them.
+        """Train from `position` to the end and return the final position.
 
-        Returns the position at the end. `after_step` gets the number of steps done, after each.
+        `after_step` is called after each step with the number of steps done.
         """
         self.loss = position.loss
         batches = self.setup.loader.iterate(position.step)
@@ -132,7 +132,7 @@ class Loop:
         return position
 
     def _at(self, position: Position, done: int) -> Position:
-        """`position` after `done` steps."""
+        """Return `position` moved to `done` steps."""
         return replace(
             position,
             step=done,
@@ -142,7 +142,7 @@ class Loop:
         )
 
     def _read(self, done: int, measured: StepMetrics) -> None:
-        """Fetch a step's scalars, by now computed; log them, and stop a run that went bad."""
+        """Fetch and log a step's scalars; stop after too many non-finite steps."""
         measured = jax.device_get(measured)
         self.rate.step_done()
         self.stop.something_to_save()
@@ -189,16 +189,16 @@ class Loop:
     def _due(self, done: int) -> Due:
         minutes = self.config.checkpoint.every_minutes
         late = minutes is not None and time.monotonic() - self.last_save >= 60 * minutes
-        # Clocks and signals differ between processes; what follows from them must not.
+        # Clocks and signals differ between processes; the decisions must not.
         signal, late = self.wishes.settle(self.stop.signal or 0, late)
         return due_after(done, self.course.total, self.config, signal=signal, late=bool(late))
 
     def _pause(
         self, due: Due, state: TrainState, batch: dict[str, jax.Array] | None, position: Position
     ) -> Position:
-        """What is due at `position`; the end, if a signal asked for it.
+        """Do the work due at `position`; exit if a signal asked for it.
 
-        batch: the last step's, of which the probe takes some rows.
+        batch: the last step's; the energy probe uses some of its rows.
         """
         done, signal, metric = position.step, due.signal, None
         owed = due.validation
@@ -223,9 +223,9 @@ class Loop:
         return position
 
     def _validate(self, state: TrainState, done: int) -> tuple[float | None, int]:
-        """(loss of the part by which checkpoints are compared, 0); (None, signal) if broken off.
+        """Validate; return (the loss that checkpoints are compared by, 0), or (None, signal).
 
-        A signal breaks it off in all processes alike.
+        A signal interrupts validation in all processes at the same batch.
         """
         evaluator, whole = self.setup.evaluator, done == self.course.total
         of = evaluator.batches(whole=whole)
@@ -254,7 +254,7 @@ class Loop:
         if session.current().is_first and not (self.workdir / "config.json").exists():
             raise RunFailed(
                 f"{self.workdir}: config.json is gone; the directory was removed or replaced while "
-                "the run was at work in it"
+                "the run was using it"
             )
         self.metrics.sync()
         self.checkpoints.save(state, position, metric, self.setup.evaluator.measure)
@@ -264,7 +264,7 @@ class Loop:
 
 
 class _Profiler:
-    """Traces the steps of log.profile_steps; a run may begin or end within them."""
+    """Profiles the steps of log.profile_steps; a run may begin or end within them."""
 
     def __init__(self, config: Config, workdir: AnyPath):
         self._steps = config.log.profile_steps if session.current().is_first else ()
@@ -284,4 +284,4 @@ class _Profiler:
 
 
 class _BrokenOff(Exception):
-    """A signal, the argument, came during a validation."""
+    """A signal (the argument) interrupted validation."""

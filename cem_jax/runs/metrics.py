@@ -1,9 +1,8 @@
-"""The record of a run: `metrics.jsonl`, one JSON object a line, and TensorBoard beside it.
+"""A run's metrics: `metrics.jsonl`, one JSON object per line, and TensorBoard events.
 
-Every line has `step` and `kind` (train | eval | energies | event; docs/metrics.md says more). A run
-that resumes at step s drops what was written about later steps, so that each step stands once
-however often the run was killed.
-NaN and infinities become null: a line is valid JSON for every reader.
+Every line has `step` and `kind` (train | eval | energies | event; see docs/metrics.md). A run that
+resumes at step s drops the lines of later steps, so each step appears once however often the run
+was killed. NaN and infinities become null, so that lines are valid JSON.
 """
 
 import contextlib
@@ -24,19 +23,18 @@ KINDS = ("train", "eval", "energies", "event")
 
 
 class MetricsWriter:
-    """Appends to the record of the run in `workdir`. One process of a run may hold one.
+    """Appends to the metrics of the run in `workdir`. At most one process of a run has a writer.
 
     Args:
-      workdir: the run directory; made if it is missing.
+      workdir: the run directory; created if missing.
       tensorboard: whether to write TensorBoard events into `<workdir>/tensorboard` as well.
-      resume_step: the step of the restored checkpoint; lines about later steps are removed.
-        0: a run from the start, nothing is kept.
-      due: kinds whose lines about `resume_step` are removed too, since they will be written again.
+      resume_step: the step of the restored checkpoint; lines of later steps are removed.
+        0: a new run; all lines are removed.
+      due: kinds whose lines of `resume_step` are removed too, to be written again.
 
     Raises:
-      UserError: the existing `metrics.jsonl` holds a line that is no metrics line, or may not be
-        written.
-      RunFailed: it cannot be written, now or later.
+      UserError: the existing `metrics.jsonl` has an invalid line, or may not be written.
+      RunFailed: writing fails, now or later.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class MetricsWriter:
         self._file = growing(self.path, _encoded(kept))
         self._board = Board(folder / "tensorboard", resume_step) if tensorboard else None
         for line in kept:
-            if line["step"] == resume_step:  # TensorBoard forgets whole steps only
+            if line["step"] == resume_step:  # TensorBoard drops whole steps
                 self._show(line)
 
     def __enter__(self) -> "MetricsWriter":
@@ -65,7 +63,7 @@ class MetricsWriter:
         self.close()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one line and hand it to the operating system.
+        """Append one line, unbuffered.
 
         Args:
           kind: one of `KINDS`.
@@ -85,36 +83,36 @@ class MetricsWriter:
             self._board.add(line["step"], named)
 
     def sync(self) -> None:
-        """Returns when what was written is kept, come what may; to be called before a save."""
+        """Return once everything written is durable; call this before a save."""
         self._file.sync()
 
     def close(self) -> None:
-        """Close the files; more than once does no harm."""
+        """Close the files; may be called repeatedly."""
         self._file.close()
         if self._board is not None:
             self._board.close()
 
 
 class SilentMetrics(contextlib.AbstractContextManager):
-    """Stands in for a MetricsWriter in the processes that write nothing."""
+    """Replaces a MetricsWriter in processes that write nothing."""
 
     def __exit__(self, *_: object) -> None:
         pass
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Nothing is written."""
+        """Do nothing."""
 
     def sync(self) -> None:
-        """There is nothing to keep."""
+        """Do nothing."""
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The lines of `path` (a `metrics.jsonl` or a run directory) as dicts, in order.
+    """Read the lines of `path` (a `metrics.jsonl` or a run directory) as dicts, in order.
 
-    A last line without its end, left by a run killed while writing it, is left out.
+    An unfinished last line, from a run killed while writing it, is left out.
 
     Raises:
-      UserError: the file is missing, or a line is no metrics line (named by its number).
+      UserError: the file is missing, or has an invalid line (the message gives its number).
     """
     file = place(path)
     file = file / FILE_NAME if file.is_dir() else file
@@ -122,12 +120,12 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
         content = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
-    lines = content.split(b"\n")[:-1]  # what follows the last newline was never finished
+    lines = content.split(b"\n")[:-1]  # an unfinished line has no newline
     return [_parse(file, number, line) for number, line in enumerate(lines, 1)]
 
 
 def metrics_so_far(workdir: AnyPath) -> list[dict[str, Any]]:
-    """`read_metrics` of a run directory; nothing where the run has written none yet."""
+    """Read the metrics of a run directory; return [] if it has none yet."""
     return read_metrics(workdir) if (workdir / FILE_NAME).exists() else []
 
 
@@ -142,7 +140,7 @@ def _parse(file: AnyPath, number: int, line: bytes) -> dict[str, Any]:
 
 
 def _rewind(path: AnyPath, step: int, due: Collection[str]) -> list[dict[str, Any]]:
-    """Keep the lines up to `step`, and return them; all or nothing, even if killed here."""
+    """Cut the file to the lines up to `step`, atomically, and return them."""
     if not path.exists():
         return []
     lines = read_metrics(path.parent) if step > 0 else []
@@ -161,7 +159,7 @@ def _encoded(lines: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Numbers by name, those within dicts as outer/inner."""
+    """Yield (name, number); nested dicts give outer/inner names."""
     for name, value in values.items():
         if isinstance(value, int | float):
             yield name, value

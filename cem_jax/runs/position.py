@@ -1,7 +1,7 @@
-"""Where a run is: what its checkpoint records beside the arrays.
+"""The position of a run, which its checkpoints record beside the arrays.
 
-A checkpoint's record is what a resumed run, an evaluation and an export go by; `config.json` and
-the command line are compared with it (`resume`).
+Resuming, evaluating and exporting rely on this record; `config.json` and the command line are
+compared with it (`resume`).
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ class Position:
     """The state of a run outside its arrays; each field is stored under its own name.
 
     Args:
-      step: updates done.
-      tokens: targets seen, whatever the batch sizes were; None: not recorded.
+      step: number of updates done.
+      tokens: target tokens seen, over all batch sizes; None: not recorded.
       windows_consumed: number of the next window to train on, in windows of `context` tokens.
-      loss: the last step's; None where there was none, or not a finite one.
-      owes_validation: whether the run was stopped before the validation that belongs to `step`.
-      initialised_from: the run that it began with; None: fresh parameters; "": not recorded.
+      loss: of the last step; None if there was none or it was not finite.
+      owes_validation: whether the run stopped before the validation due at `step`.
+      initialised_from: the run it took its parameters from; None: fresh ones; "": not recorded.
       imported: whether `cem import` made the checkpoint, which then has no optimizer state.
-      config: the configuration, as plain nested values; empty: not recorded.
+      config: the configuration as plain nested values; empty: not recorded.
       dataset: the fingerprint of the training data.
-      tokenizer_hash, separator: of the data; None: not recorded.
+      tokenizer_hash, separator: those of the data; None: not recorded.
       tokenizer: the SentencePiece model, in base 64.
     """
 
@@ -48,12 +48,12 @@ class Position:
 
     @classmethod
     def parse(cls, step: int, stored: Mapping[str, Any]) -> "Position":
-        """The position stored with checkpoint `step`; what it lacks takes its default."""
+        """Return the position stored with checkpoint `step`; missing fields take their defaults."""
         names = {f.name for f in dataclasses.fields(cls)} & stored.keys()
         return cls(**{"step": step} | {name: stored[name] for name in names})
 
     def stored(self) -> dict[str, Any]:
-        """The fields as JSON can hold them; `parse` is its inverse."""
+        """Return the fields as plain JSON values; the inverse of `parse`."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if self.initialised_from == "":
             del values["initialised_from"]

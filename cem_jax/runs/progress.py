@@ -1,4 +1,4 @@
-"""How fast a run goes and how long it will take: measured throughput and console lines.
+"""Measured throughput, expected time left, and console lines of a run.
 
     with progress.rate.waiting():
         batch = next(batches)
@@ -6,8 +6,8 @@
     progress.rate.step_done()
     progress.update(step, loss=loss, learning_rate=learning_rate)
 
-Validation, checkpoints and other pauses run under `progress.rate.paused()`: they do not slow the
-measured step, and the ETA counts them by their share so far.
+Validation, checkpoints and other pauses run under `progress.rate.paused()`: they do not count as
+step time, and the ETA includes their share so far.
 """
 
 import time
@@ -22,14 +22,14 @@ _WINDOW = 100  # steps that count as recent
 
 
 class Throughput:
-    """Seconds a step, tokens a second and the share of time spent waiting for data.
+    """Seconds per step, tokens per second and the share of time spent waiting for data.
 
-    The first step is not measured: it holds compilation. Until two steps are done all figures
-    are None.
+    The first step is not measured, since it includes compilation. All figures are None until two
+    steps are done.
 
     Args:
-      tokens_per_step: tokens of one update, over all devices.
-      clock: seconds as a float, never running backwards.
+      tokens_per_step: tokens per update, over all devices.
+      clock: monotonic seconds.
     """
 
     def __init__(self, tokens_per_step: int, *, clock: Callable[[], float] = time.monotonic):
@@ -43,7 +43,7 @@ class Throughput:
         self._measured = 0
 
     def step_done(self) -> None:
-        """One step has ended, or been handed to the device, just now."""
+        """Record that a step has just ended."""
         now = self._clock()
         if self._mark is not None:
             self._seconds.append(max(now - self._mark - self._pause, 0.0))
@@ -54,7 +54,7 @@ class Throughput:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The time inside is spent waiting for data."""
+        """Count the time inside as waiting for data."""
         start = self._clock()
         try:
             yield
@@ -63,7 +63,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time inside (validation, a checkpoint) belongs to no step."""
+        """Exclude the time inside (validation, a checkpoint) from steps."""
         start = self._clock()
         try:
             yield
@@ -72,24 +72,24 @@ class Throughput:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a recent step: the mean of the middle half, so stragglers do not count."""
+        """Seconds per recent step: the mean of the middle half, so stragglers do not count."""
         return _midmean(self._seconds) if self._seconds else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens a second at `step_seconds`."""
+        """Tokens per second at `step_seconds`."""
         seconds = self.step_seconds
         return self._tokens / seconds if seconds else None
 
     @property
     def data_wait_fraction(self) -> float | None:
-        """The share, 0 to 1, of the recent steps' time that went into waiting for data."""
+        """Share (0 to 1) of the recent steps' time spent waiting for data."""
         total = sum(self._seconds)
         return min(sum(self._waits) / total, 1.0) if total else None
 
     @property
     def seconds_ahead(self) -> float | None:
-        """Expected seconds of a coming step, with its share of the pauses so far."""
+        """Expected seconds per future step, including its share of pauses."""
         seconds = self.step_seconds
         if seconds is None:
             return None
@@ -97,14 +97,14 @@ class Throughput:
 
 
 class Progress(ProgressLine):
-    """The line of a run: its step, loss, learning rate, speed and the time left.
+    """A run's status line: step, loss, learning rate, speed and time left.
 
     Args:
       total_steps: the step the run ends at.
-      tokens_per_step: tokens of one update.
-      stream: where the lines go.
-      every: seconds between two lines where `stream` is no terminal.
-      clock: seconds as a float.
+      tokens_per_step: tokens per update.
+      stream: where to write the lines.
+      every: seconds between lines if `stream` is not a terminal.
+      clock: monotonic seconds.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class Progress(ProgressLine):
         self._total = total_steps
 
     def eta_seconds(self, step: int) -> float | None:
-        """Expected seconds from `step` (updates done) to the end; None before it is known."""
+        """Return the expected seconds from `step` (updates done) to the end; None if unknown."""
         ahead = self.rate.seconds_ahead
         return None if ahead is None else ahead * max(self._total - step, 0)
 
     def update(self, step: int, *, loss: float, learning_rate: float) -> None:
-        """Write the line of `step` if it is due; the last step's always is."""
+        """Write the line of `step` if it is due; the last step's is always due."""
         if not (step >= self._total or self.is_due()):
             return
         parts = [
@@ -143,7 +143,7 @@ class Progress(ProgressLine):
         self.show(*parts)
 
     def between(self, text: str) -> None:
-        """Write `text`, on what is done between two steps, if a line is due."""
+        """Write `text`, about work between two steps, if a line is due."""
         if self.is_due():
             self.show(text)
 

@@ -1,10 +1,10 @@
-"""What may differ between a run and its continuation, and how the run then continues.
+"""Rules for resuming a run, possibly with a changed configuration.
 
-A run whose batch, context or schedule changed keeps its parameters, its optimizer state and its
-step. With train.steps, it ends at that step, and the learning rate is the new schedule's at the
-current step. With train.tokens, it ends at the step nearest to that many tokens, and the learning
-rate is the new schedule's at the share of them that was seen. The data continue at the first window
-that was not consumed; windows of another length, as many tokens into their order.
+If its batch, context or schedule changes, a run keeps its parameters, optimizer state and step.
+With train.steps, it ends at that step, and the learning rate is the new schedule's at the current
+step. With train.tokens, it ends at the step nearest to that many tokens, and the learning rate is
+the new schedule's at the share of tokens seen so far. The data continue at the first unseen window;
+windows of a new length continue after as many tokens of their own order.
 """
 
 from dataclasses import dataclass
@@ -47,12 +47,12 @@ RULED_FIELDS = (
 
 
 def is_free(field: str) -> bool:
-    """Whether the dotted field changes neither the model nor the data it sees."""
+    """Return whether the dotted field changes neither the model nor the data it sees."""
     return field.partition(".")[0] in FREE_SECTIONS or field in FREE_FIELDS
 
 
 def as_recorded(present: Config, position: Position) -> Config:
-    """`present` with the fields of its checkpoint, except for free ones and the data's location."""
+    """Return `present` with its checkpoint's fields, except free ones and the data's location."""
     recorded = flattened(position.config)
     stays = lambda name: is_free(name) or name == "data.mixture"
     return Config.from_dict(
@@ -61,24 +61,24 @@ def as_recorded(present: Config, position: Position) -> Config:
 
 
 def other_model(recorded: Config, other: Config) -> list[str]:
-    """`field: value -> other value` of the fields in which a run's continuation must not differ."""
+    """Return `field: value -> other value` for differing fields that a resumed run must keep."""
     found = differences(recorded, other).items()
     fixed = lambda name: not is_free(name) and name not in RULED_FIELDS
     return [f"{name}: {old!r} -> {new!r}" for name, (old, new) in found if fixed(name)]
 
 
 def require_same_run(workdir: AnyPath, recorded: Config, now: Config) -> None:
-    """Raise UserError, naming the fields, when `now` does not continue the run of `recorded`."""
+    """Raise UserError, naming the fields, unless `now` can resume the run of `recorded`."""
     if changed := other_model(recorded, now):
         raise UserError(
-            f"{workdir}: belongs to a run of another configuration; use another --workdir, or "
+            f"{workdir}: belongs to a run with another configuration; use another --workdir, or "
             "undo these changes (there -> now)",
             *changed,
         )
 
 
 def edited_config(workdir: AnyPath, present: Config, position: Position) -> str | None:
-    """What to say where config.json is not what the checkpoint was trained with, None if it is."""
+    """Return a warning if config.json is not what the checkpoint was trained with, else None."""
     recorded = as_recorded(present, position)
     changed = other_model(present, recorded)
     if present.data.context != recorded.data.context:
@@ -86,23 +86,23 @@ def edited_config(workdir: AnyPath, present: Config, position: Position) -> str 
     if not changed:
         return None
     return (
-        f"{workdir / 'config.json'} is not what checkpoint {position.step} was trained with; what "
-        f"the checkpoint recorded counts (config.json -> checkpoint): {'; '.join(changed)}"
+        f"{workdir / 'config.json'} is not what checkpoint {position.step} was trained with; the "
+        f"checkpoint's record is used (config.json -> checkpoint): {'; '.join(changed)}"
     )
 
 
 def changes(before: Config, now: Config) -> dict[str, tuple]:
-    """The changed fields that are reported: name -> (before, now)."""
+    """Return the changed fields to report: name -> (before, now)."""
     found = differences(before, now)
     return {name: found[name] for name in RULED_FIELDS if name in found}
 
 
 @dataclass(frozen=True)
 class Course:
-    """How a run continues from a position.
+    """The plan of a run from a position on.
 
     start, total: steps.
-    ahead: steps by which the schedule is shifted, because earlier steps had another size.
+    ahead: steps by which the schedule is shifted, since earlier steps had another size.
     surplus: tokens seen so far minus `start` times the tokens per step now.
     window: number of the next window to train on.
     """
@@ -115,7 +115,7 @@ class Course:
 
     @classmethod
     def of(cls, position: Position, config: Config) -> "Course":
-        """Under `config`, from `position`."""
+        """Plan the run from `position` under `config`."""
         step, per_step = position.step, config.tokens_per_step
         surplus = 0 if position.tokens is None else position.tokens - step * per_step
         total, ahead = config.total_steps, 0.0
@@ -127,17 +127,17 @@ class Course:
         return cls(step, total, ahead, surplus, window)
 
     def tokens(self, step: int, config: Config) -> int:
-        """Targets seen up to `step`."""
+        """Return the target tokens seen up to `step`."""
         return self.surplus + step * config.tokens_per_step
 
     def rate(self, config: Config) -> float:
-        """The learning rate of the next step."""
+        """Return the learning rate of the next step."""
         at = jnp.asarray(min(self.start, self.total - 1), jnp.int32)
         return float(learning_rate(at, config.optimizer, self.total, self.ahead))
 
 
 def require_steps_left(workdir: AnyPath, position: Position, before: Config, now: Config) -> None:
-    """Raise UserError for a run that has finished, at `position`, under changed ruled fields."""
+    """Raise UserError if changed fields would make a run end before `position`."""
     changed = changes(before, now)
     if changed:
         is_at, end, field = f"step {position.step}", f"step {now.train.steps}", "train.steps"
@@ -152,7 +152,7 @@ def require_steps_left(workdir: AnyPath, position: Position, before: Config, now
 
 
 def report_changes(position: Position, before: Config, now: Config) -> list[str]:
-    """How the run continues from `position` under `now`: a line for each thing that changed."""
+    """Return a line per change in how the run continues from `position` under `now`."""
     changed = changes(before, now)
     if not changed:
         return []
@@ -173,9 +173,9 @@ def report_changes(position: Position, before: Config, now: Config) -> list[str]
     begins = f"step {step} begins with window {new.window} of the order"
     if "data.context" in changed:
         lines.append(
-            f"data: windows of another length are cut and shuffled anew; {begins}, as many tokens "
-            "into it: some of this epoch's may come again, others be left out"
+            f"data: windows of the new length are shuffled in a new order; {begins}, after as many "
+            "tokens: some of this epoch's may repeat, others may be left out"
         )
     elif "train.global_batch" in changed:
-        lines.append(f"data: {begins}, the first that was not seen")
+        lines.append(f"data: {begins}, the first unseen one")
     return lines

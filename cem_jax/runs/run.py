@@ -1,4 +1,4 @@
-"""The model that a run directory holds, for the commands that use what was trained."""
+"""A trained model, read from a run directory."""
 
 import os
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ from cem_jax.storage.paths import AnyPath, place
 
 @dataclass(frozen=True)
 class Run:
-    """A checkpoint of a run: configuration, tokenizer and parameters. Nothing here writes.
+    """A run's checkpoint, read only: configuration, tokenizer and parameters.
 
-    trained: the configuration that the checkpoint recorded; where the data are, and what changes no
-      result, as config.json says.
+    trained: the configuration that the checkpoint recorded; fields that change no result, and the
+      data's location, are from config.json.
     parameters: on the first device.
     """
 
@@ -32,13 +32,13 @@ class Run:
 
     @classmethod
     def open(cls, workdir: str | os.PathLike[str], step: int | None = None) -> "Run":
-        """Read the checkpoint of `step` of the run in `workdir`, the newest for None.
+        """Open checkpoint `step` (None: the newest) of the run in `workdir`.
 
-        Configures JAX as the run does: float64, compile cache. Warns where config.json is not what
-        the checkpoint was trained with: the checkpoint's own model is what is opened.
+        Configures JAX as the run does: float64, compile cache. Warns if config.json is not what the
+        checkpoint was trained with; the checkpoint's own model is opened.
 
-        Raises UserError when there is no run, a broken config.json, no such checkpoint, a damaged
-        one, when `step` is no integer, and when tokenizer.model is not the run's.
+        Raises UserError if there is no run or no such checkpoint, config.json is broken, the
+        checkpoint is damaged, `step` is not an integer, or tokenizer.model is not the run's.
         """
         path = place(workdir)
         present = _config_of(path)
@@ -57,7 +57,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """As trained, except that a run which demanded its accelerator's kernel runs anywhere."""
+        """`trained`, but with implementation "auto" if it was "pallas", to run on any device."""
         attention = self.trained.model.attention
         if attention.implementation != "pallas":
             return self.trained
@@ -67,14 +67,12 @@ class Run:
 
 def _config_of(path: AnyPath) -> Config:
     if not path.is_dir():
-        raise UserError(f"run directory {path} does not exist: `cem train` makes one")
+        raise UserError(f"run directory {path} does not exist: `cem train` creates one")
     config = read_config(path)
     if config is None:
         names = sorted(entry.name for entry in path.iterdir())
         shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-        raise UserError(
-            f"{path} holds no run: it has no config.json, only {shown or 'nothing at all'}"
-        )
+        raise UserError(f"{path} holds no run: it has no config.json, only {shown or 'nothing'}")
     return config
 
 
@@ -83,7 +81,7 @@ def _tokenizer_of(workdir: AnyPath, config: Config, info: Info) -> Tokenizer:
     try:
         tokenizer = Tokenizer(path.read_bytes(), name=str(path))
     except OSError as error:
-        reason = error.strerror or "it is not there"
+        reason = error.strerror or "it does not exist"
         raise UserError(f"tokenizer {path} cannot be read: {reason}") from None
     if tokenizer.vocab_size > config.model.vocab_size:
         raise UserError(

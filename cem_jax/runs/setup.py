@@ -1,4 +1,4 @@
-"""Everything that a run needs, checked before any of it starts or is written."""
+"""Set up everything that a run needs, checked before anything starts or is written."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import jax
 
-# Before anything is traced: its import adds to what JAX keys traced and compiled functions by, so
-# that a function whose first call imports it, to consider a fused kernel, would be compiled twice.
+# Imported before any tracing: the import extends the key of JAX's caches, so that a function whose
+# first call imports it, to consider a fused kernel, would be compiled twice.
 import jax.experimental.pallas.tpu
 from jax.sharding import Mesh
 
@@ -24,7 +24,7 @@ from cem_jax.train.step import TrainState
 
 
 class Setup(NamedTuple):
-    """A run that may start."""
+    """A run that is ready to start."""
 
     config: Config
     mixture: Mixture
@@ -35,8 +35,8 @@ class Setup(NamedTuple):
 
 
 def prepare_run(config: Config) -> Setup:
-    """Open the data and lay out the state over the devices. Raises UserError with what is wrong."""
-    config.total_steps  # noqa: B018 - raises when the config does not say how long
+    """Open the data and lay out the state over the devices. Raises UserError listing faults."""
+    config.total_steps  # noqa: B018 - raises if the config sets no length
     configure_jax(config)
     mixture = open_data(config)
     mesh = lay_out(config)
@@ -54,7 +54,7 @@ def prepare_run(config: Config) -> Setup:
 
 
 def configure_jax(config: Config) -> None:
-    """Set float64, where the run computes in it, and the compile cache; before any computation."""
+    """Set float64, if the run needs it, and the compile cache; call before any computation."""
     if config.train.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     cache = config.log.compile_cache or Path.home() / ".cache" / "cem_jax" / "compile"
@@ -62,7 +62,7 @@ def configure_jax(config: Config) -> None:
 
 
 def open_data(config: Config) -> Mixture:
-    """Open the configured dataset or mixture. Raises UserError where it does not fit the model."""
+    """Open the configured dataset or mixture. Raises UserError if it does not fit the model."""
     if config.data.mixture:
         mixture = open_mixture(config.data.mixture)
     elif config.data.path:

@@ -1,9 +1,8 @@
-"""SIGTERM and SIGINT: the run saves and ends within a time, whatever it is doing.
+"""SIGTERM and SIGINT: make the run save and end within a time limit, whatever it is doing.
 
-Python acts on a signal only between two steps of its main thread's own code, and compiling or
-waiting for a device may take minutes. The C part of the handler, though, writes the signal's number
-into a socket at once (`signal.set_wakeup_fd`); a thread reads it there, tells the training loop and
-watches the time.
+Python runs signal handlers only between bytecodes of its main thread, and compiling or waiting for
+a device may take minutes. The C part of the handler, though, writes the signal's number to a socket
+at once (`signal.set_wakeup_fd`); a thread reads it, tells the training loop and enforces the limit.
 """
 
 import contextlib
@@ -16,16 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_COURTESY = 1.0  # seconds for an orderly end where there is nothing to save
+_COURTESY = 1.0  # seconds for an orderly end if there is nothing to save
 
 
 class Stop:
-    """Whether the run was asked to stop, and what happens when it does not in time.
+    """Holds the request to stop, and ends the process if it does not stop in time.
 
     Args:
-      grace: seconds from the first signal to the end of the process, saved or not.
-      end: ends the process, from any thread; gets the exit status and what to say.
-      say: told one line when the first signal comes.
+      grace: seconds from the first signal to exit, saved or not.
+      end: ends the process, from any thread; receives the exit status and a message.
+      say: receives one line at the first signal.
     """
 
     def __init__(self, grace: float, end: Callable[[int, str], None], say: Callable[[str], None]):
@@ -37,15 +36,15 @@ class Stop:
 
     @property
     def status(self) -> int:
-        """The exit status of a process that ends by this signal."""
+        """Exit status of a process ended by this signal."""
         return 128 + (self.signal or 0)
 
     def something_to_save(self) -> None:
-        """Steps were made that no checkpoint has: from here on a stop waits for a save."""
+        """Record that steps are unsaved: from now on, stopping waits for a save."""
         self._something_to_save = True
 
     def request(self, number: int) -> None:
-        """A signal came. Only the first one counts: a second one while saving does no harm."""
+        """Handle a signal. Only the first counts; another one while saving is harmless."""
         with self._lock:
             if self.signal is not None:
                 return
@@ -56,29 +55,29 @@ class Stop:
         self._say(f"{signal.Signals(number).name}: {plan}")
 
     def seconds_left(self) -> float:
-        """Until the process is ended; infinite before a signal."""
+        """Return the seconds until the process is ended; infinite before a signal."""
         return self._deadline - time.monotonic()
 
     def expire(self) -> None:
-        """End the process: the time is over."""
+        """End the process, since its time is up."""
         name = signal.Signals(self.signal).name
         if self._something_to_save:
-            why = f"no end within {self._grace:.0f} s of {name} (checkpoint.grace_seconds)"
+            why = f"did not stop within {self._grace:.0f} s of {name} (checkpoint.grace_seconds)"
         else:
             why = f"{name} before the first step"
-        self._end(self.status, f"{why}; what is saved stands, and the same command resumes")
+        self._end(self.status, f"{why}; saved checkpoints remain; the same command resumes")
 
 
 @contextmanager
 def watched(stop: Stop) -> Iterator[Stop]:
-    """Within it, SIGINT and SIGTERM go to `stop`. Outside the main thread nothing is watched."""
+    """Send SIGINT and SIGTERM to `stop` while inside; does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
     heard, told = socket.socketpair()
     heard.setblocking(True)
     told.setblocking(False)
-    # The handlers themselves do nothing: they are there so that a signal does not kill.
+    # The handlers do nothing; they only keep a signal from killing the process.
     before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     descriptor = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=_watch, args=(stop, heard), name="cem_signals", daemon=True)

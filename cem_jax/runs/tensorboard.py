@@ -1,4 +1,4 @@
-"""TensorBoard's events, written in step with the run: a full disk is told, and by no thread."""
+"""TensorBoard events, written synchronously so that a full disk raises in the main thread."""
 
 import socket
 import struct
@@ -10,10 +10,10 @@ from cem_jax.storage.paths import AnyPath, writing
 
 
 class Board:
-    """An event file in `folder`; TensorBoard then leaves out what others hold from `step` on."""
+    """An event file in `folder`; TensorBoard ignores other files' events from `step` on."""
 
     def __init__(self, folder: AnyPath, step: int):
-        from tensorboardX.proto import event_pb2  # slow to import, and often not wanted
+        from tensorboardX.proto import event_pb2  # slow to import, and optional
 
         self._events = event_pb2
         with writing(folder):
@@ -25,14 +25,14 @@ class Board:
         self._write(step=step, session_log=start)
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """The scalars of one step, by name."""
+        """Write the scalars of one step, by name."""
         event = self._events.Event()
         for name, value in scalars.items():
             event.summary.value.add(tag=name, simple_value=value)
         self._write(step=step, summary=event.summary)
 
     def close(self) -> None:
-        """More than once does no harm."""
+        """Close the file; may be called repeatedly."""
         self._file.close()
 
     def _write(self, **fields) -> None:

@@ -1,7 +1,7 @@
-"""Training: from the first batch, or the newest checkpoint, to the last one.
+"""Train from the first step, or from the newest checkpoint, to the last step.
 
-What is checked, restored and written around the `loop`. With several processes all run this in
-step; the first one alone writes and reports.
+This module checks, restores and writes everything around the `loop`. With several processes, all
+run it in lockstep, and only the first writes and reports.
 """
 
 import base64
@@ -53,9 +53,9 @@ def train_in_processes(
     *,
     init_from: str | None = None,
 ) -> dict[str, Any] | None:
-    """Call `train` in each of the `cluster`'s processes; returns None in all but the first."""
+    """Call `train` in each of the `cluster`'s processes; return None in all but the first."""
     say = lambda line: print(f"cem: {line}", file=_stderr(), flush=True)
-    # Heard while the processes meet, too: as process 1 of a container, nothing else would end it.
+    # Watched while processes connect too: nothing else would end process 1 of a container.
     with (
         watched(Stop(config.checkpoint.grace_seconds, _leave, say)) as stop,
         session.joined(cluster, config.train.stall_minutes),
@@ -75,16 +75,16 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end and return {step, loss, checkpoint}.
 
-    Continues a run that `workdir` holds; else begins with fresh parameters, or with those of the
+    Resumes the run in `workdir`, if any; otherwise starts with fresh parameters or those of the
     run in `init_from`.
 
     Args:
-      stream: where progress goes (default: stderr).
-      stop: watched by the caller; None: signals are watched here.
-      after_step: called with the number of steps done, when each step has been dispatched.
+      stream: where to show progress (default: stderr).
+      stop: a `Stop` that the caller watches; None: handle signals here.
+      after_step: called with the number of steps done, after each is dispatched.
 
     Raises:
-      UserError: before anything is written, for what the user got wrong.
+      UserError: the user's mistakes, before anything is written.
       RunFailed: the run cannot continue.
     """
     stream = stream or _stderr()
@@ -102,7 +102,7 @@ def _train(config: Config, workdir: AnyPath, init_from, stream, say, stop, after
     present = present_config(workdir) or config
     fingerprint = setup.mixture.fingerprint
     latest = lambda: Reader(workdir / "checkpoints", report=lambda line: None).latest_step()
-    # Before the directory is made: where processes disagree, or one of them fails, none is left.
+    # Before the directory is made, so that none remains if processes disagree or one fails.
     session.current().agree(lambda: agreed_facts(config, fingerprint, latest(), init_from))
     with only_writer(workdir), Writer(workdir / "checkpoints", **_kept(config)) as checkpoints:
         state, position, origin = _start(setup, checkpoints, present, init_from, say)
@@ -114,15 +114,15 @@ def _train(config: Config, workdir: AnyPath, init_from, stream, say, stop, after
         if course.start >= course.total:
             require_steps_left(workdir, position, present, config)
             if not position.owes_validation:
-                if session.current().is_first and present != config:  # the data has moved
+                if session.current().is_first and present != config:  # the data have moved
                     write_run_files(workdir, config, tokenizer_model)
                 print(
                     f"finished: {workdir} is at step {course.start} of {course.total}", file=stream
                 )
                 return _result(position, checkpoints)
-        # Before config.json: what the old lines prove was saved, its checkpoint.every tells.
+        # Before config.json, whose checkpoint.every tells which saves the old metrics imply.
         with _metrics(workdir, config, position) as metrics:
-            # before config.json too: a run without it has not begun
+            # before config.json too: without it, no run has begun
             if origin is not None:
                 metrics.write("event", position.step, event="initialised", **origin)
             if session.current().is_first:
@@ -152,7 +152,7 @@ def _train(config: Config, workdir: AnyPath, init_from, stream, say, stop, after
 def _start(
     setup: Setup, checkpoints: Writer, present: Config, init_from: str | None, say
 ) -> tuple[TrainState, Position, dict[str, Any] | None]:
-    """(state, position, record of --init-from): the newest undamaged checkpoint's, or step 0."""
+    """Return (state, position, record of --init-from): the newest checkpoint's, or step 0's."""
     workdir = checkpoints.directory.parent
     if checkpoints.latest_step() is None:
         require_same_run(workdir, present, setup.config)
@@ -166,7 +166,7 @@ def _start(
         return state, Position(0, tokens=0, initialised_from=str(place(init_from))), record
 
     def continued(info: Info) -> TrainState:
-        """What is to be read; refuses a checkpoint that this run cannot continue from."""
+        """Return the state to read; refuse a checkpoint that this run cannot resume from."""
         position = info.position
         if position.imported:
             raise _no_optimizer_state(workdir)
@@ -184,7 +184,7 @@ def _start(
 
 
 def _require_new(checkpoints: Writer, present: Config, init_from: str | None) -> None:
-    """Raises UserError where a run without a checkpoint is not to be begun again like this."""
+    """Raise UserError if a run without a checkpoint must not be restarted like this."""
     workdir = checkpoints.directory.parent
     require_nothing_lost(workdir, checkpoints.once_complete, present)
     require_same_start(workdir, init_from)
@@ -215,12 +215,12 @@ def _result(position: Position, checkpoints: Writer) -> dict[str, Any]:
 
 
 def _stderr():
-    """Standard error; nowhere in the processes that report nothing."""
+    """Return standard error, or a null stream in processes that do not report."""
     return sys.stderr if session.current().is_first else _Nowhere()
 
 
 class _Nowhere(io.TextIOBase):
-    """Takes the progress lines of the processes that report none."""
+    """Discards what is written."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -235,5 +235,5 @@ def _metrics(workdir: AnyPath, config: Config, position: Position):
 
 
 def _leave(code: int, line: str) -> NoReturn:
-    """Leave the session that this process is in by then."""
+    """Leave whatever session this process is in by then."""
     session.current().leave(code, line)

@@ -1,4 +1,4 @@
-"""Files that grow while a run goes on, wherever it is kept. They fail as `places.writing` does."""
+"""Files that grow during a run, local or in a store. Errors are those of `paths.writing`."""
 
 import os
 import time
@@ -7,12 +7,12 @@ from cem_jax.storage.paths import AnyPath, is_url, writing
 
 
 def growing(path: AnyPath, content: bytes = b"") -> "Appended | Rewritten":
-    """The file `path`, which holds `content` now, to be written on."""
+    """Open the file `path`, which now holds `content`, for appending."""
     return Rewritten(path, content) if is_url(path) else Appended(path)
 
 
 class Appended:
-    """A local file: what is written is with the operating system at once."""
+    """A local file, written without buffering in this process."""
 
     def __init__(self, path: AnyPath):
         self._path = path
@@ -21,35 +21,35 @@ class Appended:
 
     def write(self, content: bytes) -> None:
         with writing(self._path):
-            while content:  # a disk that is nearly full takes a part, and says so the next time
+            while content:  # a nearly full disk takes a part, and fails on the next write
                 content = content[self._file.write(content) :]
 
     def sync(self) -> None:
-        """Returns when what was written is kept, come what may."""
+        """Return once what was written is on the disk."""
         with writing(self._path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """More than once does no harm."""
+        """Close the file; may be called repeatedly."""
         with writing(self._path):
             self._file.close()
 
 
 class Rewritten:
-    """An object in a store, which cannot append: written anew, whole, now and then."""
+    """An object in a store, which cannot append: rewritten whole at intervals."""
 
     def __init__(self, path: AnyPath, content: bytes):
         self._path, self._content, self._uploaded = path, content, len(content)
         self._due = 0.0
 
     def write(self, content: bytes) -> None:
-        """Uploaded if the last time is long enough ago: it should take 1 % of the time at most."""
+        """Append `content`; upload only so often that uploading takes at most 1 % of the time."""
         self._content += content
         if time.monotonic() >= self._due:
             self.sync()
 
     def sync(self) -> None:
-        """Returns when what was written is kept."""
+        """Upload whatever is not yet uploaded."""
         if len(self._content) == self._uploaded:
             return
         began = time.monotonic()
@@ -60,5 +60,5 @@ class Rewritten:
         self._due = now + max(30.0, 100 * (now - began))
 
     def close(self) -> None:
-        """More than once does no harm."""
+        """Upload the rest; may be called repeatedly."""
         self.sync()

@@ -17,8 +17,8 @@ _SCRATCH = re.compile(r"\.(.+)\.[0-9]+")
 def write_durably(path: AnyPath, content: bytes | Iterable[bytes]) -> None:
     """Write a file whole or not at all, even if the machine stops.
 
-    Several processes may write the same file at once: one of the contents stays. Raises OSError,
-    or what a store's driver raises (see `paths.writing`).
+    Several processes may write the same file at once: one of them wins. Raises OSError, or what
+    a store's driver raises (see `paths.writing`).
     """
     pieces = [content] if isinstance(content, bytes) else content
     if is_url(path):  # an object appears when it is complete
@@ -32,22 +32,22 @@ def write_durably(path: AnyPath, content: bytes | Iterable[bytes]) -> None:
             os.fsync(file.fileno())
         os.replace(scratch, path)
     finally:
-        with contextlib.suppress(OSError):  # it is not there, or on a disk that takes nothing
+        with contextlib.suppress(OSError):  # already renamed, or the disk fails
             os.unlink(scratch)
     sync(path.parent)
 
 
 def written_as(name: str) -> str:
-    """Return the name of the file for which `write_durably` left `name` when it was killed.
+    """Return the file name that a killed `write_durably` was writing as the scratch file `name`.
 
-    Any other name is returned as it is.
+    Other names are returned unchanged.
     """
     match = _SCRATCH.fullmatch(name)
     return match[1] if match else name
 
 
 def clear_scratch(*paths: AnyPath) -> None:
-    """Remove what `write_durably` left of `paths` when killed; no other process may write."""
+    """Remove scratch files of killed writes to `paths`; no other process may be writing them."""
     for path in paths:
         if not is_url(path):
             for scratch in path.parent.glob(f".{path.name}.*"):
@@ -56,7 +56,7 @@ def clear_scratch(*paths: AnyPath) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when a local file's content, or a directory's entries, are on the disk."""
+    """Flush a local file's content, or a directory's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,14 +72,14 @@ def sha256_of(path: AnyPath) -> str:
 
 @contextlib.contextmanager
 def lock(path: Path, busy: str | None = None) -> Iterator[None]:
-    """Hold the lock of a local directory, or of a file, which is made if it is missing.
+    """Hold a lock on a local directory, or on a file, which is created if missing.
 
-    It ends with the process, however that ends. File systems without locks give none.
+    The lock ends with the process, however that ends. It is skipped where the file system has none.
 
     Args:
       busy: the message of the UserError when another process holds it; None: wait for it.
 
-    Raises OSError when the file cannot be made.
+    Raises OSError when the file cannot be created.
     """
     is_directory = path.is_dir()
     descriptor = os.open(path, os.O_RDONLY if is_directory else os.O_RDWR | os.O_CREAT, 0o666)
@@ -96,9 +96,9 @@ def lock(path: Path, busy: str | None = None) -> Iterator[None]:
 
 
 def new_directory(flag: str, path: str | os.PathLike[str], *, but_for: str | None = None) -> Path:
-    """Return the local path of a directory that is yet to be made, or is empty.
+    """Return the path of a directory, checked to be missing or empty.
 
-    `but_for`: the name of what it may hold all the same. Raises UserError, naming `flag`.
+    `but_for`: the name of an entry that it may contain. Raises UserError, naming `flag`.
     """
     found = any_path(path)
     try:

@@ -1,13 +1,13 @@
-"""Paths that are local or the URL of a store, and directories that are whole or absent in either.
+"""Paths, local or URLs of a store, and directories that are whole or absent in either.
 
-URLs are universal-pathlib's: it has pathlib's interface and takes every kind that fsspec has a
-driver for, as corpora need (http://, hf://, memory:// in tests). etils.epath knows gs:// and s3://
-only; Orbax, which speaks it, is given paths as text.
+URLs use universal-pathlib, which has pathlib's interface and supports every scheme that fsspec has
+a driver for, as corpora need (http://, hf://, memory:// in tests). Orbax uses etils.epath, which
+only knows gs:// and s3://, and is given paths as text.
 
-An object store has no directories, no appending and no rename: a "directory" is what begins with
-the same name, and renaming one means to copy each object, amid which the process may be killed. So
-what is complete is told by one object written last, and what is to be removed is marked by one
-object before its parts are removed.
+An object store has no directories, appending or renaming: a "directory" is a common prefix of
+names, and renaming one copies each object, during which the process may be killed. So one object,
+written last, marks a directory as complete, and another marks it for removal before its parts are
+removed.
 """
 
 import contextlib
@@ -21,28 +21,28 @@ from upath import UPath
 
 from cem_jax.errors import RunFailed, UserError
 
-AnyPath = Path | UPath  # local | at a URL
+AnyPath = Path | UPath  # local | URL
 _PACKAGES = {"gs": "'cem_jax[cloud]'", "s3": "'cem_jax[cloud]'", "hf": "huggingface_hub"}
-# What the user has to put right, rather than what a later try may find gone, as a full disk.
+# Faults that the user has to fix, unlike those that may pass, such as a full disk.
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST}
-_DOOMED = "removed"  # `<name>.removed`: the marker of what is being removed, or its new name
+_DOOMED = "removed"  # `<name>.removed` marks `name` as being removed, or is its new name
 
 
 def is_url(path: AnyPath | str | os.PathLike[str]) -> bool:
-    """Whether a path names a store, such as gs://bucket/corpus."""
+    """Return whether a path is a URL, such as gs://bucket/corpus."""
     return "://" in str(path)
 
 
 def any_path(path: AnyPath | str | os.PathLike[str]) -> AnyPath:
-    """Return the path, its ~ expanded, or the URL, its store's driver at hand.
+    """Return a local path with ~ expanded, or a URL with its driver loaded.
 
-    Raises UserError when fsspec does not know this kind of URL, lacks the driver, or fails in it.
+    Raises UserError when fsspec does not know the scheme, or its driver is missing or fails.
     """
     if not is_url(path):
         return Path(os.path.expanduser(path))
     try:
         found = path if isinstance(path, UPath) else UPath(str(path))
-        _ = found.fs  # the driver is loaded here
+        _ = found.fs  # loads the driver
     except ImportError as error:
         kind = str(path).partition("://")[0]
         package = _PACKAGES.get(kind, f"fsspec and its driver for {kind}://")
@@ -55,20 +55,20 @@ def any_path(path: AnyPath | str | os.PathLike[str]) -> AnyPath:
 
 
 def place(path: AnyPath | str | os.PathLike[str]) -> AnyPath:
-    """Return where a run is kept: a local path, made absolute, or a gs:// or s3:// URL.
+    """Return a run's directory as an absolute local path, or a gs:// or s3:// URL.
 
-    Raises UserError for another kind of URL, and when the store cannot be reached.
+    Raises UserError for other URLs, and when the store cannot be reached.
     """
     if not is_url(path):
         return Path(os.path.abspath(any_path(path)))
     kind, _, rest = str(path).partition("://")
     if kind == "file":
         raise UserError(f"{path}: a local directory is named without the prefix: {rest}")
-    if kind not in ("gs", "s3"):  # Orbax writes to no others
+    if kind not in ("gs", "s3"):  # Orbax supports no others
         raise UserError(f"{path}: runs are kept in directories, gs:// and s3://")
     import fsspec
 
-    # Listings are remembered by default, and do not see what TensorStore or other processes write.
+    # fsspec caches listings by default, which hides what TensorStore and other processes write.
     fsspec.config.conf.setdefault({"gs": "gcs"}.get(kind, kind), {})["use_listings_cache"] = False
     os.environ.setdefault("EPATH_USE_TF", "false")  # TensorFlow is not among our dependencies
     found = any_path(path)
@@ -79,7 +79,7 @@ def place(path: AnyPath | str | os.PathLike[str]) -> AnyPath:
 
 @contextlib.contextmanager
 def reading(fault: type[Exception], what: str = "cannot be read") -> Iterator[None]:
-    """Turn what reading a file may raise, drivers' own errors included, into `fault`."""
+    """Turn errors of reading a file, including a driver's own, into `fault`."""
     try:
         yield
     except OSError as error:
@@ -92,7 +92,7 @@ def reading(fault: type[Exception], what: str = "cannot be read") -> Iterator[No
 
 @contextlib.contextmanager
 def writing(path: AnyPath) -> Iterator[None]:
-    """Turn what writing `path` may raise, drivers' own errors included, into a line that names it.
+    """Turn errors of writing `path`, including a driver's own, into one-line messages.
 
     Raises:
       UserError: it may not be written, or is a directory.
@@ -110,7 +110,7 @@ def writing(path: AnyPath) -> Iterator[None]:
 
 
 def entries(directory: AnyPath) -> list[AnyPath]:
-    """Return what `directory` holds, by name; nothing if it is not there."""
+    """Return the entries of `directory`, sorted by name; none if it does not exist."""
     if not directory.is_dir():
         return []
     return sorted(directory.iterdir(), key=lambda path: path.name)
@@ -130,17 +130,17 @@ def remove(path: AnyPath) -> None:
 
 
 def doomed(listed: Iterable[AnyPath]) -> set[str]:
-    """Return the names of what is being removed, or was when killed, by `listed` markers."""
+    """Return the names that markers among `listed` paths mark as (partly) removed."""
     names = set()
     for path in listed:
         if is_url(path) and path.name.endswith(f".{_DOOMED}"):
-            with contextlib.suppress(FileNotFoundError):  # removed to its end meanwhile
+            with contextlib.suppress(FileNotFoundError):  # its removal has just finished
                 names.add(path.read_text())
     return names
 
 
 def finish_removal(leftover: AnyPath) -> None:
-    """Remove what a killed process left: something unfinished, or half removed."""
+    """Remove what a killed process left unfinished or partly removed."""
     if is_url(leftover) and leftover.name.endswith(f".{_DOOMED}"):
         _clear(leftover.parent / leftover.read_text())
         leftover.unlink()
@@ -149,9 +149,9 @@ def finish_removal(leftover: AnyPath) -> None:
 
 
 def set_aside(path: AnyPath, aside: AnyPath, *, last: str) -> None:
-    """Give a complete directory another name, so that it is complete under one of them throughout.
+    """Rename a complete directory so that at any time it is complete under one of the two names.
 
-    `last`: the file that tells that a directory is complete.
+    `last`: the file that marks a directory as complete.
     """
     if aside.exists():
         remove(aside)

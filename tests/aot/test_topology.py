@@ -1,4 +1,4 @@
-"""Names of topologies. What is behind them needs compilers: see tests/compile."""
+"""Names of topologies; `test_compile.py` compiles for them."""
 
 import importlib.util
 
@@ -16,7 +16,7 @@ def nothing_installed(monkeypatch):
 
 @pytest.fixture(params=[True, False], ids=["libtpu", "no libtpu"])
 def libtpu(request, nothing_installed, monkeypatch, tmp_path):
-    """It must not come to be loaded."""
+    """Pretend that libtpu is installed; it must not be loaded."""
     if request.param:
         (tmp_path / "libtpu.so").touch()
         monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
@@ -38,8 +38,8 @@ def message_of(name):
         ("v99:4x4", "no such device as 'v99'"),
         ("V5E:4x4", "no such device as 'V5E'"),
         ("2*v99:4x4", "no such device as 'v99'"),
-        ("4*cpu:8", "slices are of TPUs; write cpu: and the number of all devices"),
-        ("2*H100:8", "slices are of TPUs; write H100: and the number of all devices"),
+        ("4*cpu:8", "only TPUs have slices; write cpu: and the total number of devices"),
+        ("2*H100:8", "only TPUs have slices; write H100: and the total number of devices"),
         ("h100:8", "no such device as 'h100'"),
         ("1*2*v5e:4x4", "expected a number of slices before the *"),
         ("0*v5e:4x4", "expected a number of slices before the *"),
@@ -65,21 +65,24 @@ def test_wrong_names(name, words, libtpu):
         ("v5e:0x4", "expected v5e:AxB"),
         ("v2:0x2", "expected v2:AxB"),
         ("v5p:", "expected v5p:AxBxC; such as v5p:4x4x4"),
-        ("v5e:4x4x4", "v5e has 2 dimensions, not 3; near it: v5e:4x4"),
-        ("v5p:4x4", "v5p has 3 dimensions, not 2; near it: v5p:4x4x1"),
+        ("v5e:4x4x4", "v5e has 2 dimensions, not 3; nearest: v5e:4x4"),
+        ("v5p:4x4", "v5p has 3 dimensions, not 2; nearest: v5p:4x4x1"),
         ("v3:4x4x4", "v3 has 2 dimensions, not 3"),
-        ("2*v5e:4", "v5e has 2 dimensions, not 1; near it: 2*v5e:4x1"),
-        ("v5e:64x64", "at most 256 chips and 16 along a side; near it: v5e:16x16"),
-        ("v5p:28x28x28", "at most 8960 chips and 28 along a side; near it: v5p:"),
-        ("v5e:3x5", "first two sides are even, or 1; near it: v5e:2x4, v5e:2x6, v5e:4x4, v5e:4x6"),
-        ("v4:2x3x3", "first two sides are even, or 1; near it: v4:2x2x3, v4:2x4x3"),
-        ("4*v6e:1x3", "first two sides are even, or 1; near it: 4*v6e:1x2, 4*v6e:1x4"),
+        ("2*v5e:4", "v5e has 2 dimensions, not 1; nearest: 2*v5e:4x1"),
+        ("v5e:64x64", "at most 256 chips and 16 per side; nearest: v5e:16x16"),
+        ("v5p:28x28x28", "at most 8960 chips and 28 per side; nearest: v5p:"),
+        (
+            "v5e:3x5",
+            "first two sides must be even, or 1; nearest: v5e:2x4, v5e:2x6, v5e:4x4, v5e:4x6",
+        ),
+        ("v4:2x3x3", "first two sides must be even, or 1; nearest: v4:2x2x3, v4:2x4x3"),
+        ("4*v6e:1x3", "first two sides must be even, or 1; nearest: 4*v6e:1x2, 4*v6e:1x4"),
     ],
 )
-def test_shapes_that_a_generation_lacks(name, words, libtpu):
+def test_shapes_that_do_not_exist(name, words, libtpu):
     message = message_of(name)
     assert words in message
-    assert "H100" not in message  # what is known of others is no help
+    assert "H100" not in message  # not about other devices
 
 
 @pytest.mark.parametrize(
@@ -91,13 +94,13 @@ def test_missing_compilers(name, extra, nothing_installed):
     assert extra in str(caught.value)
 
 
-def test_a_library_that_is_not_there(monkeypatch, tmp_path):
+def test_a_missing_library(monkeypatch, tmp_path):
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
-    with pytest.raises(UserError, match=r"TPU_LIBRARY_PATH: there is no .*libtpu\.so"):
+    with pytest.raises(UserError, match=r"TPU_LIBRARY_PATH: .*libtpu\.so does not exist"):
         topology.open_topology("v5e:4x4")
 
 
-def test_installed_looks_into_packages_that_are_not_there():
+def test_installed_accepts_missing_packages():
     assert topology._installed("jax.numpy")
     assert not topology._installed("no_such_package.inside")
     assert importlib.util.find_spec("jax") is not None

@@ -75,7 +75,7 @@ def test_what_the_environment_says(environ, want):
     ("environ", "message"),
     [
         ({"CEM_PROCESSES": "2"}, "CEM_COORDINATOR (HOST:PORT of process 0) is not set"),
-        ({"CEM_PROCESSES": "2"}, "CEM_PROCESS (this one's number, from 0) is not set"),
+        ({"CEM_PROCESSES": "2"}, "CEM_PROCESS (this one's index, from 0) is not set"),
         (EXPLICIT | {"CEM_PROCESSES": "two"}, "CEM_PROCESSES: expected a number, got 'two'"),
         (EXPLICIT | {"CEM_PROCESS": "2"}, "2 is not one of the 2 processes"),
         (EXPLICIT | {"CEM_COORDINATOR": "a"}, "expected HOST:PORT, got 'a'"),

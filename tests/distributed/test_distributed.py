@@ -178,7 +178,7 @@ def test_a_stuck_process_is_named_and_ends_the_others(stopped, dataset, tmp_path
     if stopped == 0:
         assert "process 0, the coordinator, does not answer" in told
     else:
-        assert "process 1 (" in told and "gives no sign of life; last seen at step" in told
+        assert "process 1 (" in told and "is not responding; last seen at step" in told
 
 
 @pytest.mark.slow

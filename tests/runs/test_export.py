@@ -276,7 +276,7 @@ def other_tokenizer(path):
         (other_shape, "head: absent in the file, float32[320, 8] expected"),
         (other_dtype, "norm: float16[8] in the file, float32[8] expected"),
         (other_format, "was not written by `cem export`"),
-        (no_list_and_cut, "no readable safetensors file"),
+        (no_list_and_cut, "not a readable safetensors file"),
         (other_tokenizer, "was trained with sha256:"),
         (
             told('{"step": "abc"}'),
@@ -288,7 +288,7 @@ def other_tokenizer(path):
         (told('{"step": 1e400}'), "not Infinity"),
         (told('{"step": 2147483648}'), "not 2147483648"),
         (told('{"tokenizer_hash": 5}'), "was trained with 5"),
-        (told("[" * 100_000), "no readable safetensors file"),
+        (told("[" * 100_000), "not a readable safetensors file"),
         (not_finite, "norm: 1 of 8"),
         (not_finite, "blocks.1.mlp.tied: 12 of "),
         (low_precision, "model.safetensors"),

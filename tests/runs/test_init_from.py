@@ -104,7 +104,7 @@ def test_an_export_is_to_be_imported_first(dataset, tmp_path):
 def test_no_run_there(dataset, origin, tmp_path):
     for path, message in {
         tmp_path / "nowhere": "nowhere: no such directory",
-        tmp_path: "not the directory of a run: there is no checkpoints/ in it",
+        tmp_path: "not the directory of a run: it has no checkpoints/",
         origin / "config.json": f"a part of one; name the run's directory, {origin}$",
         origin / "checkpoints": f"a part of one; name the run's directory, {origin}$",
         origin / "checkpoints" / "2": f"a part of one; name the run's directory, {origin}$",

@@ -213,7 +213,7 @@ def lose_lists(run):
 
 def lose_checkpoints(run):
     shutil.rmtree(run / "checkpoints")
-    return "tells of step 8"
+    return "reaches step 8"
 
 
 def put_a_file_there(run):
@@ -238,7 +238,7 @@ def test_what_no_save_has_ended_may_begin_again(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(write % step for step in range(1, 7)))
     require_nothing_lost(tmp_path, [], tiny_config())  # a save after 3 steps, another after 6
     (tmp_path / "metrics.jsonl").write_text(write % 7)
-    with pytest.raises(UserError, match="tells of step 7"):
+    with pytest.raises(UserError, match="reaches step 7"):
         require_nothing_lost(tmp_path, [], tiny_config())
 
 
@@ -286,7 +286,7 @@ def test_the_first_lines_say_what_is_coming(dataset, tmp_path):
     training.train(tiny_config(data__path=str(dataset), train__steps=1), tmp_path, stream=told)
     lines = told.getvalue().splitlines()
     assert lines[0].startswith("starting at step 0 of 1 in ")
-    assert re.fullmatch(r"compiling, then [\d.e-]+ TFLOP a step", lines[1])
+    assert re.fullmatch(r"compiling, then [\d.e-]+ TFLOP per step", lines[1])
 
 
 def test_what_the_checkpoint_recorded_counts_not_an_edited_config(dataset, whole, tmp_path):

@@ -58,7 +58,7 @@ def test_a_signal_is_heard_and_the_time_watched_while_python_cannot_act():
         busy_without_python(1.0)
     ((status, line, at),) = ends
     assert status == 143 and at - began < 0.8
-    assert "no end within 0 s of SIGTERM (checkpoint.grace_seconds)" in line
+    assert "did not stop within 0 s of SIGTERM (checkpoint.grace_seconds)" in line
     assert lines == ["SIGTERM: saving, for at most 0 s"]
 
 
