@@ -88,7 +88,7 @@ def _holds(path, held, done):
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_one_process_at_a_time(tmp_path, kind):
     path = tmp_path / ".lock" if kind == "file" else tmp_path
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     held, done = context.Event(), context.Event()
     other = context.Process(target=_holds, args=(path, held, done))
     other.start()
