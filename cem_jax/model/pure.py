@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from cem_jax.config import ModelConfig
@@ -25,6 +26,15 @@ class ParameterInfo:
     dtype: Any
     axes: tuple[str | None, ...]  # logical names of the dimensions
     decays: bool  # whether weight decay applies
+
+
+def seeded(seed: int | jax.Array) -> jax.Array:
+    """Return the threefry key of `seed`, below 2**32, whatever JAX's variables say.
+
+    Another default generator, a seed offset and 64-bit integers would each make another key.
+    """
+    words = jnp.stack([jnp.zeros((), jnp.uint32), jnp.asarray(seed, jnp.uint32)])
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def initialise(config: ModelConfig, key: jax.Array) -> Parameters:

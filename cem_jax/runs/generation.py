@@ -142,7 +142,7 @@ class Generator:
         padded_N[: len(ids) - 1] = ids[:-1]
         cache = self._prefill(self._parameters, padded_N, length)
         token = jnp.asarray(ids[-1], jnp.int32)
-        key = jax.random.key(sampling.seed)
+        key = pure.seeded(sampling.seed)
         rules = sampling.temperature, sampling.top_k, sampling.top_p
         for position in range(len(ids) - 1, len(ids) - 1 + count):
             token, cache = self._next_token(self._parameters, token, cache, position, key, *rules)

@@ -54,9 +54,12 @@ def prepare_run(config: Config) -> Setup:
 
 
 def configure_jax(config: Config) -> None:
-    """Set float64, if the run needs it, and the compile cache; call before any computation."""
-    if config.train.compute_dtype == "float64":
-        jax.config.update("jax_enable_x64", True)
+    """Set the number width, the generator and the compile cache; before any computation.
+
+    Numbers have 64 bits only where the run computes in float64. JAX's variables change neither.
+    """
+    jax.config.update("jax_enable_x64", config.train.compute_dtype == "float64")
+    jax.config.update("jax_threefry_partitionable", True)
     cache = config.log.compile_cache or Path.home() / ".cache" / "cem_jax" / "compile"
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
 

@@ -44,7 +44,7 @@ Batch = dict[str, Array]  # tokens [B, J+1]; optionally weights [B, J] and segme
 
 def initial_state(config: Config) -> TrainState:
     """Return the state of step 0; under jit with output shardings, the same on every mesh."""
-    params = pure.initialise(config.model, jax.random.key(config.seed))
+    params = pure.initialise(config.model, pure.seeded(config.seed))
     zero = jnp.zeros((), jnp.int32)
     return TrainState(params, adamw(config.optimizer, config.model).init(params), zero, zero, zero)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from cem_jax.model.pure import seeded
 from cem_jax.studies.synthetic.data import Data
 from cem_jax.studies.synthetic.models import Model, apply, initialise
 
@@ -28,6 +29,8 @@ class Fit(NamedTuple):
     test: np.ndarray
 
 
+@jax.enable_x64(False)
+@jax.threefry_partitionable(True)
 def fit(
     model: Model,
     data: Data,
@@ -39,7 +42,7 @@ def fit(
 
     `report` is called now and then with the number of steps done.
     """
-    keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
+    keys = jax.vmap(seeded)(jnp.arange(seeds))
     state = _start(model, steps, keys)
     for done in range(0, steps, _CHUNK):
         length = min(_CHUNK, steps - done)
