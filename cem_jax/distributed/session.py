@@ -23,6 +23,7 @@ from cem_jax.distributed.rendezvous import meet, numbered, whoami
 from cem_jax.distributed.watchdog import Watchdog, complain, end_at_once
 from cem_jax.errors import RunFailed, UserError
 from cem_jax.sharding.axes import MESH_AXES
+from cem_jax.sharding.mesh import require_devices
 
 _CONNECT_SECONDS = 120  # all processes have already met
 _HEARTBEAT_SECONDS = 100  # until XLA considers a silent process dead
@@ -289,6 +290,7 @@ def _connect(cluster: Cluster) -> None:
 
 
 def _require_processes(cluster: Cluster) -> None:
+    require_devices()
     if jax.process_count() != cluster.processes:
         raise RunFailed(
             f"{cluster.source} gave {cluster.processes} processes, but JAX's "

@@ -17,7 +17,7 @@ from cem_jax.data.dataset.loader import TrainLoader
 from cem_jax.data.dataset.mixture import Mixture, open_mixture, open_source, single
 from cem_jax.distributed.session import local_rows
 from cem_jax.errors import UserError
-from cem_jax.sharding.mesh import batch_sharding
+from cem_jax.sharding.mesh import batch_sharding, require_devices
 from cem_jax.train.evaluator import Evaluator
 from cem_jax.train.setup import abstract_state, lay_out
 from cem_jax.train.step import TrainState
@@ -60,6 +60,7 @@ def configure_jax(config: Config) -> None:
     """
     jax.config.update("jax_enable_x64", config.train.compute_dtype == "float64")
     jax.config.update("jax_threefry_partitionable", True)
+    require_devices()
     cache = config.log.compile_cache or Path.home() / ".cache" / "cem_jax" / "compile"
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
 

@@ -15,6 +15,27 @@ from cem_jax.sharding.divide import resolve_sizes
 from cem_jax.sharding.layout import spec_for
 
 
+def require_devices() -> None:
+    """Raise UserError where JAX_PLATFORMS names what is not here, with what is."""
+    asked = jax.config.jax_platforms
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the latter for CUDA without its plugin
+        if not asked:
+            raise
+        jax.config.update("jax_platforms", None)
+        try:
+            found = jax.default_backend()
+        finally:
+            jax.config.update("jax_platforms", asked)
+        reason = str(error).partition(" (set JAX_PLATFORMS")[0]
+        why = f" ({reason})" if reason else ""
+        raise UserError(
+            f"JAX_PLATFORMS={asked}: JAX finds no such device here, only {found}{why}; unset the "
+            f"variable, set it to {found}, or install the driver and JAX's plugin for that device"
+        ) from None
+
+
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Make the mesh of all `devices` (default: all there are), ordered to suit their links.
 

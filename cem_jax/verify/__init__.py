@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from cem_jax.config import Config
+from cem_jax.sharding.mesh import require_devices
 from cem_jax.verify import report
 from cem_jax.verify.case import Case, config_case, random_case, small_case
 from cem_jax.verify.descent import Fact, facts, theorem_rows
@@ -34,6 +35,7 @@ def verify(config: Config) -> dict[str, Any]:
 
     `descent` says what is provable about the descent of the config's own layers.
     """
+    require_devices()
     known: list[Fact] = []
     sections = list(_sections(config, known))
     progress = report.Progress(sum(len(stages) for _, _, stages in sections))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from cem_jax.errors import UserError
+from cem_jax.sharding.mesh import require_devices
 from cem_jax.studies.figures.rows import write_json
 from cem_jax.studies.synthetic.data import KERNELS, Data, describe, make_data
 from cem_jax.studies.synthetic.models import MODELS, sizes
@@ -42,6 +43,7 @@ def study(
     {kernel: {"settings", "models": {model: {"train": [RMSE per seed], "test": […]}},
     "seconds", "cpu_seconds"}}
     """
+    require_devices()
     names = list(dict.fromkeys(names))
     found = {name: _finished(workdir / f"{name}.json", settings.described(name)) for name in names}
     try:
