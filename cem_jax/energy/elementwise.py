@@ -54,7 +54,7 @@ def elementwise_force(
 def _fitting(u, gamma, tied):
     """Return the arrays as they are; raise ValueError if their shapes do not fit together."""
     if u.ndim < 1 or tied.ndim != 2 or tied.shape[-1] != u.shape[-1]:
-        raise ValueError(f"tied must be [M, D] beside u [..., D]; got {tied.shape} and {u.shape}")
+        raise ValueError(f"tied must be [M, D] for u [..., D]; got {tied.shape} and {u.shape}")
     if gamma.shape != (*u.shape[:-1], tied.shape[0]):
         raise ValueError(
             f"gamma must be [..., M] = {(*u.shape[:-1], tied.shape[0])}; got {gamma.shape}"

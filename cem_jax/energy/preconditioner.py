@@ -65,7 +65,7 @@ def preconditioner_matrix(
     right_shape = left.shape if right is None else right.shape
     if left.shape[:-1] != diagonal.shape or right_shape != left.shape:
         raise ValueError(
-            f"left and right must be [..., D, S] beside diagonal {diagonal.shape}; "
+            f"left and right must be [..., D, S] for a diagonal of shape {diagonal.shape}; "
             f"got {left.shape} and {right_shape}"
         )
     product = left @ jnp.matrix_transpose(left if right is None else right)

@@ -23,7 +23,20 @@ from cem_jax.model.parameters import norm_weight, number, step_size
 _UNROLLED = 8
 
 
-class CEMSublayer(nnx.Module):
+class Sublayer(nnx.Module):
+    """The settings and the norm of a sublayer."""
+
+    def __init__(self, config: ModelConfig, settings: AttentionConfig | MLPConfig):
+        self.settings = settings
+        self.eps = config.norm_eps
+        self.norm = norm_weight(config)
+
+    def context(self, x: Float[Array, "*B J D"]) -> Float[Array, "*B J D"]:
+        """Return h = RMSNorm(x)."""
+        return rms_norm(x, self.norm[...], self.eps)
+
+
+class CEMSublayer(Sublayer):
     """T steps down an energy from the residual stream; a subclass defines the energy.
 
     It has `frame(h)`, which computes what stays fixed over the steps; `force(u, frame)`, the
@@ -31,18 +44,12 @@ class CEMSublayer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, settings: AttentionConfig | MLPConfig):
-        self.settings = settings
+        super().__init__(config, settings)
         self.residual = config.residual
         self.norm_gradient = config.norm_gradient
         self.step_norm_kind = config.step_norm
-        self.eps = config.norm_eps
-        self.norm = norm_weight(config)
         self.step_norm = norm_weight(config) if config.step_norm == "separate" else None
         self.eta = step_size(settings.step_size, settings.learn_step_size)
-
-    def context(self, x: Float[Array, "*B J D"]) -> Float[Array, "*B J D"]:
-        """Return h = RMSNorm(x), fixed over the steps."""
-        return rms_norm(x, self.norm[...], self.eps)
 
     def energy(
         self, x: Float[Array, "*B J D"], context: Float[Array, "*B J D"], **inputs: Any
@@ -95,17 +102,8 @@ class CEMSublayer(nnx.Module):
         return run(self._force(frame), start, self._rule(), steps=steps, loop=loop)
 
 
-class ReusedSublayer(nnx.Module):
+class ReusedSublayer(Sublayer):
     """A baseline sublayer, x + f(RMSNorm(x)), applied T times; a subclass defines f, `branch`."""
-
-    def __init__(self, config: ModelConfig, settings: AttentionConfig | MLPConfig):
-        self.settings = settings
-        self.eps = config.norm_eps
-        self.norm = norm_weight(config)
-
-    def context(self, x: Float[Array, "*B J D"]) -> Float[Array, "*B J D"]:
-        """Return h = RMSNorm(x)."""
-        return rms_norm(x, self.norm[...], self.eps)
 
     def __call__(
         self, x: Float[Array, "*B J D"], steps: int | None = None, **inputs: Any

@@ -99,7 +99,7 @@ def _descent(
     energy = lambda x: sublayer.energy(x, h, **inputs)
 
     def at(x):
-        """Return energies and gradients; h is held, so a token's energy moves with it alone."""
+        """Return energies and gradients; h is held, so each energy depends only on its token."""
         energies, pull_back = jax.vjp(energy, x)
         return energies, pull_back(jnp.ones_like(energies))[0]
 

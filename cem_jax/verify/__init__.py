@@ -75,21 +75,13 @@ def _sections(config: Config, known: list[Fact]) -> Iterable[tuple[str, str, lis
     yield own.title, own.switches, stages
     activations = [config.model.mlp.activation]
     functions: list[Stage] = [("ALiBi", lambda: slope_rows(own))]
+    theorems: list[Stage] = [("descent", lambda: theorem_rows(small))] if own.has_energy else []
+    yield small.title, small.switches, [*_layer_stages(small), *theorems]
     if own.has_energy:
-        yield (
-            small.title,
-            small.switches,
-            [
-                *_layer_stages(small),
-                ("descent", lambda: theorem_rows(small)),
-            ],
-        )
         other = random_case(config)
         yield other.title, other.switches, _layer_stages(other)
         activations.append(other.model.mlp.activation)
         functions.append(("rotary", lambda: rotary_rows(own)))
-    else:
-        yield small.title, small.switches, _layer_stages(small)
     for name in dict.fromkeys(activations):
         functions.append((name, lambda name=name: activation_rows(name)))
     yield "functions", "", functions

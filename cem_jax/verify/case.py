@@ -55,18 +55,14 @@ class Case:
             norm = "no norm" if c.step_norm == "none" else f"{c.step_norm} norm {c.norm_gradient}"
             parts.append(f"{c.residual}, {norm}")
         if self.segments_J is not None:
-            parts.append("documents apart")
+            parts.append("document mask")
         return "; ".join(parts)
 
-    @property
-    def attention_shape(self) -> str:
+    def layer_shape(self, name: str, steps: int | None = None) -> str:
+        """Return the sizes of sublayer `name`, `attention` or `mlp`, with T = `steps`."""
         c = self.model
-        return f"{self._sizes} K{c.attention.heads} R{c.head_dim} T{c.attention.steps}"
-
-    @property
-    def mlp_shape(self) -> str:
-        c = self.model
-        return f"{self._sizes} M{c.mlp.dim} T{c.mlp.steps}"
+        inner = {"attention": f"K{c.attention.heads} R{c.head_dim}", "mlp": f"M{c.mlp.dim}"}[name]
+        return f"{self._sizes} {inner} T{steps or getattr(c, name).steps}"
 
     @property
     def _sizes(self) -> str:
@@ -107,7 +103,7 @@ def small_case(config: Config) -> Case:
     model = _resized(config.model, rng, int(heads), 2 * int(half_width))
     positions = int(rng.integers(7, 14))
     return make_case(
-        "its switches at a small random size",
+        "the config's switches at a small random size",
         model,
         positions,
         config.seed + 1,

@@ -109,8 +109,7 @@ def _fact(case: Case, name: str) -> tuple[Fact, Row | None]:
     if name == "attention" and c.step_norm == "none":
         excess_NBJ = rise_NBJ + _promised_drop(c, p, gradient_NBJD)
     error = float(np.nan_to_num(excess_NBJ, nan=np.inf).max(initial=0.0) / scale)
-    shape = {"attention": case.attention_shape, "mlp": case.mlp_shape}[name]
-    shape = f"{shape.rpartition(' ')[0]} T{_STEPS}"
+    shape = case.layer_shape(name, _STEPS)
     return fact, Row(f"descent, {claim}", shape, "float64", error, tolerance)
 
 
@@ -150,7 +149,7 @@ def _attention_premises(c: ModelConfig, p, x_BJD) -> tuple[list[str], str]:
         missing.append("the step size is not positive")
     if c.step_norm == "none":
         if a.preconditioner != "none" and a.preconditioner_heads != "shared" and a.heads > 1:
-            missing.append("each head has a P of its own (preconditioner_heads=per_head)")
+            missing.append("each head has its own P (preconditioner_heads=per_head)")
         elif _smallest_eigenvalue(p, c) <= 0:
             missing.append("P is not positive definite")
         return missing, "no norm, one P: ε(x+ηF) ≤ ε(x) − η gᵀPg"

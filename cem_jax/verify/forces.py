@@ -59,7 +59,7 @@ def implementations() -> tuple[str, ...]:
 
 def attention_rows(case: Case) -> Iterator[Row]:
     """Yield the rows of a CEM attention layer."""
-    c, shape = case.model, case.attention_shape
+    c, shape = case.model, case.layer_shape("attention")
     x, context = case.states(2)
     p = case.layer("attention")
     segments = case.segments_J
@@ -95,7 +95,7 @@ def attention_rows(case: Case) -> Iterator[Row]:
 
 def mlp_rows(case: Case) -> Iterator[Row]:
     """Yield the rows of a CEM MLP layer."""
-    c, shape = case.model, case.mlp_shape
+    c, shape = case.model, case.layer_shape("mlp")
     x, context = case.states(2)
     p = case.layer("mlp")
     wanted = reference(
@@ -147,15 +147,16 @@ def attention_frame(c: ModelConfig, p: Any, h: jax.Array, segments_J) -> tuple[A
     return layer, layer.frame(h, _rows_of(segments_J))
 
 
-def functional_arguments(c: ModelConfig, p: Any, positions: int, segments_J) -> dict[str, Any]:
+def functional_arguments(c: ModelConfig, p: Any, u: jax.Array, segments_J) -> dict[str, Any]:
     """Return that layer's keyword arguments of `interaction_energy` and `interaction_force`."""
     a = c.attention
     return dict(
         tau=c.tau,
-        diagonal=p.get("diagonal"),
+        # in the state's dtype, in which layers compute; the functions promote their arguments
+        diagonal=p["diagonal"].astype(u.dtype) if "diagonal" in p else None,
         slopes=plain.slopes(a.alibi_slopes, a.heads) if a.position == "alibi" else None,
         self_bias=p.get("self_bias"),
-        rotary=(np.arange(positions), a.rope_base) if a.position == "rope" else None,
+        rotary=(np.arange(u.shape[-2]), a.rope_base) if a.position == "rope" else None,
         segments=_rows_of(segments_J),
     )
 
@@ -191,7 +192,7 @@ def _attention_results(c: ModelConfig, p, u, h, segments_J) -> dict[str, jax.Arr
             p["key"].astype(u.dtype),
             diagonal_in_update=c.attention.diagonal_in_update,
             preconditioner=matrix,
-            **_in_state_dtype(functional_arguments(c, p, u.shape[-2], segments_J), u.dtype),
+            **functional_arguments(c, p, u, segments_J),
         )
     return found
 
@@ -231,23 +232,17 @@ def _phi_slack(case: Case, p, context, energy: np.ndarray) -> float:
     return float(error * gamma_JM.sum(-1).max() / np.abs(energy).max())
 
 
-def _in_state_dtype(arguments: dict[str, Any], dtype) -> dict[str, Any]:
-    """The functions promote their arguments; the layers compute in the state's dtype."""
-    diagonal = arguments["diagonal"]
-    return {**arguments, "diagonal": None if diagonal is None else diagonal.astype(dtype)}
-
-
 def _attention_differences(case: Case, p, x, context) -> Iterator[Row]:
-    """−∂ε/∂u against central differences of ε; h, and in Algorithm 1 the diagonal's term, held."""
-    c, shape = case.model, case.attention_shape
+    """Compare −∂ε/∂u with central differences of ε; h, and in Algorithm 1 also d∘u, are held."""
+    c, shape = case.model, case.layer_shape("attention")
     p, u, h = in_dtype((p, x, context), "float64")
 
     def energy(u, p, h):
-        arguments = functional_arguments(c, p, case.positions, case.segments_J)
+        arguments = functional_arguments(c, p, u, case.segments_J)
         return interaction_energy(u, h, p["query"], p["key"], **arguments)
 
     def force(u, p, h, exact: bool):
-        arguments = functional_arguments(c, p, case.positions, case.segments_J)
+        arguments = functional_arguments(c, p, u, case.segments_J)
         return interaction_force(u, h, p["query"], p["key"], diagonal_in_update=exact, **arguments)
 
     @jit
@@ -287,7 +282,8 @@ def _mlp_differences(case: Case, p, x, context) -> Row:
     check = "MLP −∂ξ/∂u, central differences"
     kink = not activation(c.mlp.activation).smooth
     wanted = force(u, gamma, p["tied"])
-    return difference_row(check, case.mlp_shape, energy, u, (p, h), wanted, case, kink=kink)
+    shape = case.layer_shape("mlp")
+    return difference_row(check, shape, energy, u, (p, h), wanted, case, kink=kink)
 
 
 def difference_row(

@@ -146,8 +146,7 @@ def _twin_rows(name, case: Case, special, p, twin, tied) -> Iterator[Row]:
     wanted = reference(lambda p, x: at_once(p, x[0])[None], tied, x, dtypes=case.dtypes)
     both = jit(lambda p, tied, x: (sublayer(special, name, p)(x), sublayer(twin, name, tied)(x)))
     label = {"attention": "attention", "mlp": "MLP"}[name]
-    shape = {"attention": case.attention_shape, "mlp": case.mlp_shape}[name]
-    shape = shape.rpartition(" ")[0] + " T1"
+    shape = case.layer_shape(name, steps=1)
     for dtype in case.dtypes:
         with precision(dtype):
             found = both(parameters_in(p, dtype), parameters_in(tied, dtype), in_dtype(x, dtype))

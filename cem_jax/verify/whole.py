@@ -127,7 +127,7 @@ def _causality_rows(case: Case, dtype: str, run: Run) -> Iterator[Row]:
             worst["documents"] = max(worst["documents"], share_J[other].max(initial=0.0))
     yield Row("causality: gradient from the future", case.shape, dtype, worst["future"], 0.0)
     if case.segments_J is not None:
-        check = "documents apart: gradient across them"
+        check = "document mask: gradient across documents"
         yield Row(check, case.shape, dtype, worst["documents"], 0.0)
 
 

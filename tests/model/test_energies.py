@@ -44,7 +44,7 @@ def test_update_is_minus_the_gradient_of_energy(name, fields):
     )
     layer = sublayer(config, name)
     x, h = np.random.default_rng(0).normal(size=(2, 2, 5, config.dim))
-    # h_i is held, so position i's energy changes with x_i alone
+    # h_i is held, so position i's energy depends only on x_i
     with jax.disable_jit():
         gradient = jax.grad(lambda x: layer.energy(x, h).sum())(jnp.asarray(x))
         update = layer.update(x=jnp.asarray(x), context=jnp.asarray(h))

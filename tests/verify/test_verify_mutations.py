@@ -177,7 +177,7 @@ def test_documents_that_see_each_other(monkeypatch):
     monkeypatch.setattr(Block, "__call__", lambda self, x, segments=None: original(self, x))
     case = small(**{"data.document_mask": "True"})
     broken = failing(whole.whole_rows(case))
-    assert "documents apart: gradient across them" in broken
+    assert "document mask: gradient across documents" in broken
     assert "causality: gradient from the future" not in broken
 
 
