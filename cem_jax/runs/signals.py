@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: make the run save and end within a time limit, whatever it is doing.
+"""Signals: make the run save and end within a time limit, whatever it is doing.
 
 Python runs signal handlers only between bytecodes of its main thread, and compiling or waiting for
 a device may take minutes. The C part of the handler, though, writes the signal's number to a socket
@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Schedulers announce the end of a job by any of these; SIGHUP also says that a terminal has closed.
+_ANNOUNCED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *_ANNOUNCED)
 _COURTESY = 1.0  # seconds for an orderly end if there is nothing to save
 
 
@@ -70,7 +72,10 @@ class Stop:
 
 @contextmanager
 def watched(stop: Stop) -> Iterator[Stop]:
-    """Send SIGINT and SIGTERM to `stop` while inside; does nothing outside the main thread."""
+    """Send SIGNALS to `stop` while inside; does nothing outside the main thread.
+
+    What this process was started to ignore stays ignored (`nohup`), except SIGINT and SIGTERM.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
@@ -78,7 +83,9 @@ def watched(stop: Stop) -> Iterator[Stop]:
     heard.setblocking(True)
     told.setblocking(False)
     # The handlers do nothing; they only keep a signal from killing the process.
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    ignored = {number for number in _ANNOUNCED if signal.getsignal(number) == signal.SIG_IGN}
+    watch = (number for number in SIGNALS if number not in ignored)
+    before = {number: signal.signal(number, lambda *_: None) for number in watch}
     descriptor = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=_watch, args=(stop, heard), name="cem_signals", daemon=True)
     thread.start()

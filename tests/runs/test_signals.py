@@ -17,7 +17,7 @@ from undisturbed import assert_same_run
 from cem_jax.runs import checkpoints, loop, training
 from cem_jax.runs.checkpoints import Writer
 from cem_jax.runs.metrics import read_metrics
-from cem_jax.runs.signals import Stop, watched
+from cem_jax.runs.signals import SIGNALS, Stop, watched
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 SHORT = dict(train__steps=6, model__layers=1, eval__every=3, checkpoint__every=2)
@@ -73,11 +73,36 @@ def test_a_second_signal_changes_nothing():
     assert len(lines) == 1 and not ends
 
 
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
+def test_what_schedulers_send_saves_and_ends(name, dataset, tmp_path):
+    number = signal.Signals[name]
+    config = tiny_config(data__path=str(dataset), **SHORT)
+    announce = lambda done: os.kill(os.getpid(), number) if done == 3 else None
+    with pytest.raises(SystemExit) as ended:
+        training.train(config, tmp_path / "run", after_step=announce)
+    assert ended.value.code == 128 + number
+    with Writer(tmp_path / "run" / "checkpoints", keep=9, keep_best=True) as found:
+        assert found.latest_step() >= 3
+
+
+def test_a_hangup_stays_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop, ends, lines = stopped(1)
+        with watched(stop):
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.1)
+        assert stop.signal is None and not ends and not lines
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_handlers_are_put_back():
-    before = [signal.getsignal(number) for number in (INT, TERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     with watched(stopped(1)[0]):
         assert signal.getsignal(TERM) != before[1]
-    assert [signal.getsignal(number) for number in (INT, TERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1
 
 
