@@ -3,7 +3,7 @@
 The model reads the separator that documents were trained with, then the prompt. Together they must
 fit the context, and generation ends at the latest when the context is full.
 
-Shapes: V vocabulary · N prompt tokens, padded.
+Shapes: V vocabulary · K ids kept by top-k · N prompt tokens, padded.
 """
 
 from collections.abc import Callable
@@ -166,15 +166,17 @@ def sample(
         return jnp.argmax(logits_V).astype(jnp.int32)
     # Subtract the maximum, so that a temperature near 0 does not give inf - inf.
     logits_V = (logits_V - logits_V.max()) / max(temperature, 1e-30)
-    if top_k is None and top_p is None:
-        return jax.random.categorical(key, logits_V).astype(jnp.int32)
+    # Each id keeps its own noise, so that only excluding an id can change the draw.
     kept = len(logits_V) if top_k is None else min(top_k, len(logits_V))
-    sorted_K, ids_K = jax.lax.top_k(logits_V, kept)
-    if top_p is not None:
-        probability_K = jax.nn.softmax(sorted_K)
-        before_K = jnp.cumsum(probability_K) - probability_K
-        sorted_K = jnp.where(before_K < top_p, sorted_K, -jnp.inf).at[0].set(sorted_K[0])
-    return ids_K[jax.random.categorical(key, sorted_K)].astype(jnp.int32)
+    limited = top_p is not None and top_p < 1  # 1 excludes nothing, whatever the sum rounds to
+    if kept < len(logits_V) or limited:
+        sorted_K, ids_K = jax.lax.top_k(logits_V, kept)
+        if limited:
+            probability_K = jax.nn.softmax(sorted_K)
+            before_K = jnp.cumsum(probability_K) - probability_K
+            sorted_K = jnp.where(before_K < top_p, sorted_K, -jnp.inf).at[0].set(sorted_K[0])
+        logits_V = jnp.full_like(logits_V, -jnp.inf).at[ids_K].set(sorted_K)
+    return jax.random.categorical(key, logits_V).astype(jnp.int32)
 
 
 class TextStream:

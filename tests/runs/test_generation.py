@@ -165,6 +165,19 @@ def test_sampling_follows_the_distribution(rules, kept):
     assert not found[expected == 0].any()
 
 
+@pytest.mark.parametrize(
+    "rules", [{"top_p": 1.0}, {"top_k": 500}, {"top_k": 10**6, "top_p": 1.0}, {"top_p": 0.999999}]
+)
+def test_a_setting_that_excludes_nothing_changes_nothing(rules):
+    keys = jax.random.split(jax.random.key(0), 200)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=500), jnp.float32)
+
+    def draw(**rules):
+        return jax.vmap(lambda key: sample(logits, key, 1.0, **rules))(keys)
+
+    np.testing.assert_array_equal(draw(**rules), draw())
+
+
 def test_temperature_sharpens():
     p = np.array([0.1, 0.6, 0.3])
     found = frequencies(np.log(p).astype(np.float32), temperature=0.5)
