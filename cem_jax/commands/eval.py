@@ -29,11 +29,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         attention_steps=args.attention_steps,
         mlp_steps=args.mlp_steps,
     )
-    _print(result, sys.stderr if args.json else sys.stdout)
+    print_result(result, sys.stderr if args.json else sys.stdout)
     return result
 
 
-def _print(result: dict[str, Any], out: TextIO) -> None:
+def _why_no_bits(values: dict[str, Any]) -> str:
+    if "unknown" in values:
+        return f"no bits per byte: {values['unknown']:,} tokens are unknown pieces"
+    return "bytes unknown"
+
+
+def print_result(result: dict[str, Any], out: TextIO) -> None:
+    """Print the loss, perplexity and bits per byte of each source and of the whole."""
     from cem_jax.text import format_count, format_duration
 
     sources = result.get("sources", {})
@@ -41,7 +48,7 @@ def _print(result: dict[str, Any], out: TextIO) -> None:
         bits = values["bits_per_byte"]
         print(
             f"{name}: loss {values['loss']:.4f}, perplexity {values['perplexity']:.2f}, "
-            + (f"{bits:.4f} bits per byte" if bits is not None else "bytes unknown")
+            + (f"{bits:.4f} bits per byte" if bits is not None else _why_no_bits(values))
             + f" ({values['tokens']:,} tokens, {values['bytes']:,} bytes)",
             file=out,
         )

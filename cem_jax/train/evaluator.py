@@ -117,8 +117,9 @@ class Evaluator:
 
         `loss` is in nats per target and `tokens` counts targets. Bits per byte are
         Σ nats / ln 2 / UTF-8 bytes of the documents; they and `bytes` are None if `limit` cuts a
-        split short. `report` is called after each batch with the number of batches done. `whole`
-        ignores the limit.
+        split short. Where the tokenizer lost text, bits per byte are None and `unknown` counts the
+        tokens that stand for it. `report` is called after each batch with the number of batches
+        done. `whole` ignores the limit.
         """
         done = 0
         results = {}
@@ -134,7 +135,7 @@ class Evaluator:
                     report(done)
             split = source.split(self.split)
             size = split.bytes if int(tokens) == split.tokens - 1 else None
-            results[source.name] = (nats, int(tokens), size)
+            results[source.name] = (nats, int(tokens), size, split.unknown)
         return _overall(results), common[0] / common[1]
 
     def _batch_sums(self, parameters, source: Dataset, whole: bool):
@@ -178,22 +179,22 @@ class Evaluator:
         return [part for part in mixture.parts(self.split) if part.split(self.split).tokens > 1]
 
 
-def _overall(results: dict[str, tuple[float, int, int | None]]) -> dict[str, Any]:
-    """Return the results over all sources, from the nats, tokens and bytes of each."""
+def _overall(results: dict[str, tuple[float, int, int | None, int]]) -> dict[str, Any]:
+    """Return the results over all sources, from nats, tokens, bytes and unknown of each."""
     described = {name: _described(*result) for name, result in results.items()}
     if len(described) == 1:
         return next(iter(described.values()))
-    nats, tokens, sizes = zip(*results.values(), strict=True)
+    nats, tokens, sizes, unknown = zip(*results.values(), strict=True)
     size = None if None in sizes else sum(sizes)
-    return _described(sum(nats), sum(tokens), size) | {"sources": described}
+    return _described(sum(nats), sum(tokens), size, sum(unknown)) | {"sources": described}
 
 
-def _described(nats: float, tokens: int, size: int | None) -> dict[str, Any]:
+def _described(nats: float, tokens: int, size: int | None, unknown: int) -> dict[str, Any]:
     loss = nats / tokens
     return {
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.nan if math.isnan(loss) else math.inf,
-        "bits_per_byte": None if not size else nats / math.log(2) / size,
+        "bits_per_byte": None if not size or unknown else nats / math.log(2) / size,
         "tokens": tokens,
         "bytes": size,
-    }
+    } | ({"unknown": unknown} if unknown else {})

@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -17,6 +19,7 @@ from tiny_run import (
 )
 
 from cem_jax.cli import main
+from cem_jax.commands.eval import print_result
 from cem_jax.config import with_steps
 from cem_jax.data.corpus.tokenizer_training import train_model
 from cem_jax.data.dataset.store import open_dataset
@@ -118,6 +121,16 @@ def test_limited_validation_counts_no_bytes(config, dataset):
     assert whole["tokens"] > result["tokens"] and common == result["loss"]
     generous = Evaluator(config, open_dataset(dataset), "validation", limit=10_000)(parameters)
     assert generous["bits_per_byte"] is not None
+
+
+def test_no_bits_per_byte_are_claimed_where_pieces_are_unknown(config, dataset, capsys):
+    opened = open_dataset(dataset)
+    lost = replace(opened.splits["validation"], unknown=3)
+    opened = replace(opened, splits=opened.splits | {"validation": lost})
+    result = Evaluator(config, opened, "validation", batch=2)(tiny_parameters(config))
+    assert result["bits_per_byte"] is None and result["unknown"] == 3
+    print_result(result | {"split": "validation", "step": 3, "seconds": 1}, sys.stdout)
+    assert "no bits per byte: 3 tokens are unknown pieces" in capsys.readouterr().out
 
 
 def test_it_compiles_once(config, dataset, monkeypatch):

@@ -92,7 +92,9 @@ class Encoder:
         before, after = (np.asarray(ids, pending.dtype) for ids in ends)
         for stream, own in documents.items():
             ids = np.concatenate([part for d in own for part in (before, *d.ids, after)])
-            counts = Counts(ids.size, len(own), sum(document.bytes for document in own))
+            size = sum(document.bytes for document in own)
+            unknown = int(np.count_nonzero(ids == self.tokenizer.unknown_id))
+            counts = Counts(ids.size, len(own), size, unknown=unknown)
             result.parts[stream] = Part(ids, counts)
         return result
 

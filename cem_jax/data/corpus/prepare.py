@@ -104,7 +104,8 @@ def prepare(
         description = _describe(tally, encoder, shards) | {"command": command}
         (work.path / MODEL).write_bytes(loaded.model_bytes)
         write_durably(work.path / DESCRIPTION, description_bytes(description))
-    for warning in _missing_splits(description, found, by_hash and validation_fraction):
+    missing = _missing_splits(description, found, by_hash and validation_fraction)
+    for warning in (*missing, *_unknown_pieces(description, loaded)):
         print(f"cem: warning: {warning}", file=sys.stderr)
     return totals(description) | tally.report(found.ignored) | {"output": str(output)}
 
@@ -136,6 +137,17 @@ def _missing_splits(
         yield (
             f"no document fell into the validation split ({fraction:.2%} by hash): a corpus this "
             "small needs a larger --validation-fraction, or a folder named validation"
+        )
+
+
+def _unknown_pieces(description: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a message if the tokenizer lost text, with the share of each split."""
+    shares = {name: s["unknown"] / s["tokens"] for name, s in description["splits"].items()}
+    if any(shares.values()):
+        shown = ", ".join(f"{share:.2%} of {name}" for name, share in shares.items())
+        yield (
+            f"unknown pieces are {shown}: {tokenizer.name} cannot spell this text, which is lost, "
+            "so bits per byte will not be reported; `cem tokenizer` makes one with byte fallback"
         )
 
 

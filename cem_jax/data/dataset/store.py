@@ -12,7 +12,7 @@ the J+1 tokens [wJ, wJ+J] of a stream, so every token but the stream's first is 
 import hashlib
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -41,10 +41,14 @@ class Counts:
     tokens: int  # separators included
     documents: int
     bytes: int  # UTF-8 bytes of the documents, separators not counted
+    unknown: int = field(default=0, kw_only=True)  # tokens for text that the tokenizer cannot spell
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
-            self.tokens + other.tokens, self.documents + other.documents, self.bytes + other.bytes
+            self.tokens + other.tokens,
+            self.documents + other.documents,
+            self.bytes + other.bytes,
+            unknown=self.unknown + other.unknown,
         )
 
 
@@ -60,7 +64,7 @@ class Split(Counts):
         """Return the part of the split that is from one source."""
         shards = tuple(shard for shard in self.shards if shard.source == source)
         counts = self.sources[source]
-        return Split(counts.tokens, counts.documents, counts.bytes, shards, {})
+        return Split(**asdict(counts), shards=shards, sources={})
 
 
 @dataclass(frozen=True)
@@ -295,11 +299,12 @@ def _split_from(name: str, entry: dict[str, Any]) -> Split:
         or sum(tokens.values()) != whole.tokens
     ):
         raise ValueError(f"the shards of {name} do not add up to its tokens")
-    return Split(whole.tokens, whole.documents, whole.bytes, shards, sources)
+    return Split(**asdict(whole), shards=shards, sources=sources)
 
 
 def _counts(entry: dict[str, Any]) -> Counts:
-    return Counts(entry["tokens"], entry["documents"], entry["bytes"])
+    unknown = entry.get("unknown", 0)  # earlier versions did not count them
+    return Counts(entry["tokens"], entry["documents"], entry["bytes"], unknown=unknown)
 
 
 def _shard_problem(file: Path, tokens: int, dtype: np.dtype) -> str | None:

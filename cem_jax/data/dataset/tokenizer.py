@@ -47,6 +47,7 @@ class Tokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id = _existing(self._processor.bos_id())
         self.eos_id = _existing(self._processor.eos_id())
+        self.unknown_id: int = self._processor.unk_id()  # with byte fallback, no text becomes it
         self._space_mark_ids = self._find_space_mark_ids()
 
     @classmethod

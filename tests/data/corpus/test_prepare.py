@@ -1,5 +1,6 @@
 import fcntl
 import gzip
+import io
 import json
 import shutil
 import signal
@@ -295,3 +296,26 @@ def test_a_corpus_too_small_for_its_validation_fraction_is_reported(
     assert "--validation-fraction" not in capsys.readouterr().err
     with pytest.raises(UserError, match="--validation-fraction"):
         open_dataset(tmp_path / "one").split("validation")
+
+
+@pytest.mark.parametrize("byte_fallback", [False, True])
+def test_the_share_of_unknown_pieces_is_counted_by_split_and_warned_of(
+    tmp_path, texts, capsys, byte_fallback
+):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=model,
+        vocab_size=512,
+        byte_fallback=byte_fallback,
+        minloglevel=2,
+    )
+    (tmp_path / "t.model").write_bytes(model.getvalue())
+    write_jsonl(tmp_path / "c" / "train" / "a.jsonl", ["a 汉 b 字"])
+    write_jsonl(tmp_path / "c" / "validation" / "a.jsonl", ["plain"])
+    prepare([str(tmp_path / "c")], tmp_path / "t.model", tmp_path / "d", validation_fraction=0)
+    splits = open_dataset(tmp_path / "d").splits
+    assert splits["train"].unknown == (0 if byte_fallback else 2)
+    assert splits["validation"].unknown == 0
+    share = f"{2 / splits['train'].tokens:.2%} of train, 0.00% of validation"
+    assert (share in capsys.readouterr().err) is not byte_fallback
