@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from cem_jax.errors import UserError
+from cem_jax.runs.checkpoints import warn
 from cem_jax.runs.tensorboard import Board
 from cem_jax.storage.append import growing
 from cem_jax.storage.durable import write_durably
@@ -33,7 +34,7 @@ class MetricsWriter:
       due: kinds whose lines of `resume_step` are removed too, to be written again.
 
     Raises:
-      UserError: the existing `metrics.jsonl` has an invalid line, or may not be written.
+      UserError: the existing `metrics.jsonl` may not be read or written.
       RunFailed: writing fails, now or later.
     """
 
@@ -51,7 +52,11 @@ class MetricsWriter:
             folder.mkdir(parents=True, exist_ok=True)
         kept = _rewind(self.path, resume_step, due)
         self._file = growing(self.path, _encoded(kept))
-        self._board = Board(folder / "tensorboard", resume_step) if tensorboard else None
+        board = folder / "tensorboard"
+        if tensorboard and board.exists() and not board.is_dir():
+            warn(f"{board}: is a file, not a directory; no TensorBoard events are written")
+            tensorboard = False
+        self._board = Board(board, resume_step) if tensorboard else None
         for line in kept:
             if line["step"] == resume_step:  # TensorBoard drops whole steps
                 self._show(line)
@@ -109,41 +114,73 @@ class SilentMetrics(contextlib.AbstractContextManager):
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Read the lines of `path` (a `metrics.jsonl` or a run directory) as dicts, in order.
 
-    An unfinished last line, from a run killed while writing it, is left out.
+    An unfinished last line, from a run killed while writing it, is left out; so are invalid lines,
+    with a warning that gives their numbers.
 
     Raises:
-      UserError: the file is missing, or has an invalid line (the message gives its number).
+      UserError: the file cannot be read.
     """
     file = place(path)
     file = file / FILE_NAME if file.is_dir() else file
+    records, bad = _read(file)
+    if bad:
+        warn(f"{file}: {_named(bad)} left out")
+    return records
+
+
+def metrics_so_far(workdir: AnyPath) -> list[dict[str, Any]]:
+    """Read the metrics of a run directory; return [] if it has none yet."""
+    file = workdir / FILE_NAME
+    return _read(file)[0] if file.exists() else []
+
+
+def _read(file: AnyPath) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
+    """Return the records, and the invalid lines by their numbers."""
     try:
         content = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from None
     lines = content.split(b"\n")[:-1]  # an unfinished line has no newline
-    return [_parse(file, number, line) for number, line in enumerate(lines, 1)]
+    parsed = {number: _parse(line) for number, line in enumerate(lines, 1)}
+    bad = {number: lines[number - 1] for number, record in parsed.items() if record is None}
+    return [record for record in parsed.values() if record is not None], bad
 
 
-def metrics_so_far(workdir: AnyPath) -> list[dict[str, Any]]:
-    """Read the metrics of a run directory; return [] if it has none yet."""
-    return read_metrics(workdir) if (workdir / FILE_NAME).exists() else []
+def _named(bad: Collection[int]) -> str:
+    shown = ", ".join(map(str, list(bad)[:8])) + (", …" if len(bad) > 8 else "")
+    is_none = "is no metrics line" if len(bad) == 1 else "are no metrics lines"
+    lines = "line" if len(bad) == 1 else "lines"
+    return f"{lines} {shown} {is_none} (an object with step and kind),"
 
 
-def _parse(file: AnyPath, number: int, line: bytes) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_constant=_refuse)  # NaN could not be written again
         if isinstance(record, dict) and type(record["step"]) is int and record["kind"] in KINDS:
             return record
     except (ValueError, KeyError, RecursionError):
         pass
-    raise UserError(f"{file}, line {number}: not a metrics line (an object with step and kind)")
+    return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
 
 
 def _rewind(path: AnyPath, step: int, due: Collection[str]) -> list[dict[str, Any]]:
-    """Cut the file to the lines up to `step`, atomically, and return them."""
+    """Cut the file to the lines up to `step`, atomically, and return them.
+
+    Invalid lines go to a file beside it: they must not keep a sound checkpoint from resuming.
+    """
     if not path.exists():
         return []
-    lines = read_metrics(path.parent) if step > 0 else []
+    lines, bad = _read(path) if step > 0 else ([], {})
+    if bad:
+        aside = path.with_name(path.name + ".invalid")
+        before = aside.read_bytes() if aside.exists() else b""
+        with writing(aside):
+            write_durably(aside, before + b"".join(line + b"\n" for line in bad.values()))
+        warn(f"{path}: {_named(bad)} moved to {aside.name}")
     kept = [
         line
         for line in lines

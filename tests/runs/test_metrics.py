@@ -104,25 +104,40 @@ def test_a_torn_last_line_is_dropped(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "nonsense",
-        "[1]",
-        pytest.param("[" * 100_000, id="deep"),
-        '{"step": 1}',
-        '{"kind": "train"}',
-        "",
+        b"nonsense",
+        b"[1]",
+        pytest.param(b"[" * 100_000, id="deep"),
+        b'{"step": 1}',
+        b'{"kind": "train"}',
+        b"",
+        b"\0\0\0",
+        b"\xff",
+        b'{"step": 1, "kind": "train", "loss": NaN}',
     ],
 )
-def test_a_foreign_line_is_named(tmp_path, line):
+def test_bad_lines_are_set_aside_and_named(tmp_path, line, capsys):
     file = tmp_path / "metrics.jsonl"
-    before = '{"step": 1, "kind": "train"}\n' + line + "\n"
-    file.write_text(before)
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
-        read_metrics(file)
-    with pytest.raises(UserError, match="line 2"):
-        MetricsWriter(tmp_path, tensorboard=False, resume_step=1)
-    assert file.read_text() == before
+    good = b'{"step": 1, "kind": "train"}\n'
+    before = good + line + b"\n" + good
+    file.write_bytes(before)
+    assert steps(file) == [1, 1]
+    assert "metrics.jsonl: line 2 is no metrics line" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    write(tmp_path, 1, 2)
+    told = capsys.readouterr().err
+    assert "line 2 is no metrics line" in told and "moved to metrics.jsonl.invalid" in told
+    assert steps(file) == [1, 1, 2]
+    assert (tmp_path / "metrics.jsonl.invalid").read_bytes() == line + b"\n"
+    assert "warning" not in capsys.readouterr().err
     with pytest.raises(UserError, match="cannot be read"):
         read_metrics(tmp_path / "absent.jsonl")
+
+
+def test_tensorboard_being_a_file_is_a_warning(tmp_path, capsys):
+    (tmp_path / "tensorboard").write_text("mine")
+    write(tmp_path, 0, 1, tensorboard=True)
+    assert "tensorboard: is a file, not a directory" in capsys.readouterr().err
+    assert steps(tmp_path) == [1] and (tmp_path / "tensorboard").read_text() == "mine"
 
 
 def test_a_full_disk_is_told_by_the_files_name(tmp_path):
