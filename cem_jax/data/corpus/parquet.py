@@ -115,6 +115,8 @@ def _text_type(schema: Any, path: str) -> Any:
     if kind is None:
         raise BadFile(f"has no column {path!r}; its columns are {', '.join(schema.names)}")
     stored = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    if pyarrow.types.is_null(stored):  # what Arrow infers from a column without any value
+        return pyarrow.large_string()
     if stored in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         return pyarrow.large_string()
     if stored in (pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view()):

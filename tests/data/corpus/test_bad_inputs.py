@@ -122,7 +122,7 @@ def test_duplicate_keys_nesting_and_separators_inside_text(tmp_path, model_file,
         (pa.array([1.5, 2.5]), "has double values in column 'text'"),
         (pa.array([["a"], ["b"]]), "has list<"),
         (pa.array([{"b": "a"}, {"b": "b"}]), "has struct<"),
-        (pa.array([None, None]), "has null values"),
+        (pa.array([None, None]), "dropped: null_text 2"),
     ],
 )
 def test_parquet_columns_that_hold_no_text(tmp_path, model_file, column, told):

@@ -204,6 +204,12 @@ def test_parquet_types(tmp_path, kind):
     assert read(path) == expected
 
 
+def test_parquet_rows_of_arrow_type_null_are_null_text(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": pa.nulls(2), "doc": [{"text": None}] * 2}), path)
+    assert read(path) == read(path, "doc.text") == [(1, "!null_text"), (2, "!null_text")]
+
+
 def test_parquet_faults(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"content": ["a"], "n": [1]}), path)
