@@ -194,12 +194,9 @@ def _line_records(
         if line is None:
             yield _too_long(number)
             continue
-        if number == 1:
-            line = _without_bom(line)
-            if array_hint and line[:64].lstrip().startswith(b"["):
-                raise BadFile(
-                    "is a JSON array, not one object per line: its name should end in .json"
-                )
+        line = _without_bom(line)  # of the file, or of one that was concatenated to it
+        if number == 1 and array_hint and line[:64].lstrip().startswith(b"["):
+            raise BadFile("is a JSON array, not one object per line: its name should end in .json")
         if line and not line.isspace():
             yield Record(number, line, is_json=True)
 
@@ -241,4 +238,6 @@ def _too_long(line: int) -> Record:
 
 
 def _without_bom(raw: bytes | bytearray) -> bytes | bytearray:
-    return raw[len(_BOM) :] if raw.startswith(_BOM) else raw
+    while raw.startswith(_BOM):  # twice where an empty file with a mark was concatenated
+        raw = raw[len(_BOM) :]
+    return raw

@@ -173,6 +173,14 @@ def test_bad_records_are_located(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_byte_order_marks_at_record_starts_are_passed_over(tmp_path, name):
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    parts = [b"\xef\xbb\xbf" + jsonl("a", "b\ufeff"), b"\xef\xbb\xbf", b"\xef\xbb\xbf" + jsonl("c")]
+    (tmp_path / name).write_bytes(b"".join(map(pack, parts)))
+    assert read(tmp_path / name) == [(1, "a"), (2, "b\ufeff"), (3, "c")]
+
+
 def test_json_arrays_stream_with_lines(tmp_path):
     elements = [{"text": "x" * (17 * i % 90_000)} if i % 7 else i for i in range(40)]
     path = tmp_path / "a.json"
