@@ -1,8 +1,10 @@
 """`cem prepare`: turn a corpus into a dataset directory, or check one."""
 
 import argparse
+import math
 import os
 import sys
+from pathlib import Path
 from typing import Any, TextIO
 
 from cem_jax.commands.arguments import COUNT, add_inputs, local_path, number, text
@@ -48,7 +50,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--workers",
         type=COUNT,
-        default=os.cpu_count() or 1,
+        default=usable_cpus(),
         metavar="N",
         help="processes; the result is the same for every number (default: %(default)s)",
     )
@@ -100,6 +102,40 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         print_splits(result, out)
     return result
+
+
+def usable_cpus(root: Path = Path("/")) -> int:
+    """Return how many CPUs this process may use by its affinity and its control groups' quotas.
+
+    `root` holds proc and sys. A group's quota also bounds the groups below it.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)  # absent on macOS
+    cpus = len(affinity(0)) if affinity else os.cpu_count() or 1
+    groups = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return cpus
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = groups / "cpu" if controllers else groups
+        group = top / path.strip("/")
+        for place in (group, *group.parents):
+            if place.is_relative_to(top):
+                quota = _quota(place, is_v1=bool(controllers))
+                cpus = cpus if quota >= cpus else max(1, math.ceil(quota))
+    return cpus
+
+
+def _quota(group: Path, *, is_v1: bool) -> float:
+    """Return a control group's limit in CPUs; infinity if it has none."""
+    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if is_v1 else ("cpu.max",)
+    try:
+        quota, period = " ".join((group / file).read_text() for file in files).split()
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    except (OSError, ValueError, ZeroDivisionError):  # "max": no limit
+        return math.inf
 
 
 def _require_flags(args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from cem_jax.storage.paths import any_path
 SAMPLE_BYTES = 32_000_000  # text that the trainer sees; BPE needs about 20 times that in memory
 _LEAST_SHARE = 64 << 10  # per file read; if there are too many files, some are left out
 _CHUNK_CHARS = 2000
+_THREADS = 16  # recorded in the model, so that its bytes would depend on the CPUs
 # The trainer drops every sentence that contains one of its own marks, and no piece can contain NUL.
 # Text is cut at these characters instead; byte fallback still encodes them, a tab as one token.
 _CUTS = re.compile("[\t\0\u2581\u2585]+")
@@ -98,7 +99,7 @@ def train_model(documents: Iterable[str], vocab_size: int, model_type: str = "bp
             add_dummy_prefix=False,
             normalization_rule_name="identity",
             max_sentence_length=16 * _CHUNK_CHARS,
-            num_threads=os.cpu_count() or 1,
+            num_threads=_THREADS,
             unk_id=0,
             bos_id=1,
             eos_id=2,

@@ -1,4 +1,5 @@
 import errno
+import os
 import sys
 
 import pytest
@@ -24,6 +25,15 @@ def test_newlines_and_indentation_are_learnt(tokenizer, texts):
 
 def test_training_is_deterministic(tokenizer, texts):
     assert train_model(texts, 512) == tokenizer.model_bytes
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_the_bytes_do_not_depend_on_the_cpu_count(texts, monkeypatch, model_type):
+    made = set()
+    for cpus in (1, 64):
+        monkeypatch.setattr(os, "cpu_count", lambda cpus=cpus: cpus)
+        made.add(train_model(texts, 400, model_type))
+    assert len(made) == 1
 
 
 def test_text_survives_a_unigram_model(texts):
