@@ -54,12 +54,17 @@ def present_config(workdir: AnyPath) -> Config | None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder}: is a file, where a run has a directory; use another --workdir")
     config = read_config(workdir)
-    if config is None and folder.exists():
+    if config is None and folder.exists() and _may_hold_checkpoints(folder):
         raise UserError(
             f"{workdir}: has checkpoints/ but no config.json; put it back (each checkpoint's "
             "info/metadata holds its fields, under extra), or use another --workdir"
         )
     return config
+
+
+def _may_hold_checkpoints(folder: AnyPath) -> bool:
+    """Return whether a directory in `folder` is named as a checkpoint is, by a step."""
+    return any(entry.name[:1].isdecimal() and entry.is_dir() for entry in folder.iterdir())
 
 
 def with_absolute_paths(config: Config) -> Config:

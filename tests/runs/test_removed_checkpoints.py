@@ -112,3 +112,18 @@ def test_a_training_goes_on_when_its_newest_checkpoint_is_removed(dataset, tmp_p
     assert removed
     assert Reader(tmp_path / "run" / "checkpoints").latest_step() == 6
     assert read_metrics(tmp_path / "run")[-1]["kind"] == "eval"
+
+
+def test_a_stray_checkpoints_directory_without_a_run_does_not_prevent_a_beginning(
+    dataset, tmp_path
+):
+    config = tiny_config(data__path=str(dataset), train__steps=2, checkpoint__every=2)
+    stray = tmp_path / "run" / "checkpoints"
+    (stray / "drafts").mkdir(parents=True)
+    (stray / "notes.txt").write_text("mine")
+    assert training.train(config, tmp_path / "run")["step"] == 2
+    assert (stray / "notes.txt").read_text() == "mine" and (stray / "drafts").is_dir()
+    assert training.train(config, tmp_path / "run")["step"] == 2  # it resumes, beside them
+    (tmp_path / "run" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"has checkpoints/ but no config\.json"):
+        training.train(config, tmp_path / "run")
