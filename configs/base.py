@@ -124,7 +124,8 @@ def get_config() -> ml_collections.ConfigDict:
     g.energies_every = 0  # steps between `energies` lines (docs/metrics.md); 0: none
     g.profile_steps = ()  # (first, last) step of a profiler trace
     g.tensorboard = True
-    g.compile_cache = config_dict.placeholder(str)  # directory; None: ~/.cache/cem_jax/compile
+    # directory; None: $JAX_COMPILATION_CACHE_DIR, else cem_jax/compile in the XDG cache directory
+    g.compile_cache = config_dict.placeholder(str)
     return c
 
 

@@ -1,7 +1,8 @@
 """Set up everything that a run needs, checked before anything starts or is written."""
 
 import os
-from pathlib import Path
+import re
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -17,10 +18,16 @@ from cem_jax.data.dataset.loader import TrainLoader
 from cem_jax.data.dataset.mixture import Mixture, open_mixture, open_source, single
 from cem_jax.distributed.session import local_rows
 from cem_jax.errors import UserError
+from cem_jax.runs.checkpoints import warn
 from cem_jax.sharding.mesh import batch_sharding, require_devices
+from cem_jax.storage.paths import cache_home
 from cem_jax.train.evaluator import Evaluator
 from cem_jax.train.setup import abstract_state, lay_out
 from cem_jax.train.step import TrainState
+
+_CACHE_FAILS = re.compile(
+    r"Error (?:reading|writing) persistent compilation cache entry for '[^']*': "
+)
 
 
 class Setup(NamedTuple):
@@ -61,8 +68,35 @@ def configure_jax(config: Config) -> None:
     jax.config.update("jax_enable_x64", config.train.compute_dtype == "float64")
     jax.config.update("jax_threefry_partitionable", True)
     require_devices()
-    cache = config.log.compile_cache or Path.home() / ".cache" / "cem_jax" / "compile"
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
+    _configure_cache(compile_cache(config))
+
+
+def compile_cache(config: Config) -> str | None:
+    """Return log.compile_cache, else JAX_COMPILATION_CACHE_DIR, else the user's; None: none."""
+    named = config.log.compile_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if named:
+        return os.path.expanduser(named)
+    home = cache_home()
+    return None if home is None else str(home / "cem_jax" / "compile")
+
+
+def _configure_cache(folder: str | None) -> None:
+    """Keep compiled functions in `folder`; warn once if there is none or it cannot be written."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    if folder is None:
+        warn("no home directory: nothing compiled is kept (log.compile_cache)")
+        return
+    show, told = warnings.showwarning, []
+
+    def once(message, *args, **kwargs) -> None:
+        if not (found := _CACHE_FAILS.match(str(message))):
+            show(message, *args, **kwargs)
+        elif not told:  # JAX says it again for each function
+            told.append(message)
+            warn(f"compile cache {folder}: cannot be used: {str(message)[found.end() :]}")
+
+    if getattr(show, "__name__", "") != once.__name__:
+        warnings.showwarning = once
 
 
 def open_data(config: Config) -> Mixture:

@@ -28,6 +28,17 @@ _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR,
 _DOOMED = "removed"  # `<name>.removed` marks `name` as being removed, or is its new name
 
 
+def cache_home() -> Path | None:
+    """Return the user's directory of caches; None for a user without a home directory."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):  # others are to be ignored, says the XDG specification
+        return Path(named)
+    try:
+        return Path.home() / ".cache"
+    except RuntimeError:  # neither HOME nor an entry in the list of users, as in some containers
+        return None
+
+
 def is_url(path: AnyPath | str | os.PathLike[str]) -> bool:
     """Return whether a path is a URL, such as gs://bucket/corpus."""
     return "://" in str(path)

@@ -13,7 +13,7 @@ from upath import UPath
 from cem_jax.data.dataset.store import DESCRIPTION, MODEL, inside
 from cem_jax.errors import UserError
 from cem_jax.storage.durable import lock, write_durably
-from cem_jax.storage.paths import any_path, reading
+from cem_jax.storage.paths import any_path, cache_home, reading
 from cem_jax.text import Pace, ProgressLine, format_duration
 
 _COPY_BYTES = 8 << 20
@@ -49,8 +49,10 @@ def fetched(url: str, cache: str | os.PathLike[str] | None = None) -> Path:
 
 
 def _default_cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "cem_jax" / "datasets"
+    home = cache_home()
+    if home is None:
+        raise UserError("no home directory to keep datasets of URLs in: set XDG_CACHE_HOME")
+    return home / "cem_jax" / "datasets"
 
 
 def _read(path: UPath, url: str) -> bytes:
