@@ -13,10 +13,16 @@ _STREAMS = ("stdout", "stderr")
 def lasting() -> Iterator[None]:
     """Within the context, make sys.stderr accept every write and neither stream None.
 
+    Characters that a stream's encoding lacks are replaced, such as a table's in ASCII.
+
     A run of days must continue when nobody reads its progress lines any more. A command's result
     goes to standard output, where a failure is still reported.
     """
     _open_missing()
+    for name in _STREAMS:
+        stream = getattr(sys, name)
+        if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     before = sys.stderr
     sys.stderr = _Diagnostics(before)
     try:

@@ -71,3 +71,18 @@ def test_an_interrupted_import_is_an_interruption(monkeypatch, capsys):
     monkeypatch.setattr("cem_jax.commands.demo.run", run)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err == "cem: error: interrupted\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1"])
+def test_characters_that_an_ascii_stream_lacks_are_replaced(encoding):
+    script = (
+        "import sys, cem_jax.cli as cli, cem_jax.commands.demo as demo\n"
+        "def run(args):\n"
+        "  print('√ ≤ 1'); print('√ 2', file=sys.stderr); return {}\n"
+        "demo.run = run\n"
+        "sys.exit(cli.main(['demo']))\n"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b"? ? 1\n" and done.stderr.endswith(b" 2\n")
