@@ -107,11 +107,11 @@ def test_duplicate_keys_nesting_and_separators_inside_text(tmp_path, model_file,
     ]
     path.write_text("\n".join(lines), encoding="utf-8", newline="")
     result = run(path, model_file)
-    assert result["dropped"] == {"invalid_json": 1}
-    assert result["cases"] == [f"{path}:6: invalid_json"]
+    assert result["dropped"] == {} and result["cases"] == []
     stream = all_tokens(open_dataset(tmp_path / "out"), "train")
     documents = ["last", "deep", "a\u2028b\u2029c\u0085d", "cr\rlf\nvt\x0bff\x0c", "NaN beside",
-                 "<s> </s> <unk> <0x0A>", "nul \0 bell \a"]  # fmt: skip
+                 "a mark in the middle of the file", "<s> </s> <unk> <0x0A>",
+                 "nul \0 bell \a"]  # fmt: skip
     expected = [i for text in documents for i in (1, *tokenizer.encode(text))]
     assert stream.tolist() == expected
 
