@@ -23,8 +23,8 @@ def add(commands: Any) -> None:
         type=COUNT,
         default=32,
         metavar="N",
-        help="megabytes of text to train on, in equal shares from all files; training needs "
-        "about 20 times that in memory (default: %(default)s)",
+        help="megabytes of text to train on, in equal shares from all files, spread over the whole "
+        "of each; training needs about 20 times that in memory (default: %(default)s)",
     )
     command.set_defaults(run=run)
 

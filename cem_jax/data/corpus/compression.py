@@ -83,7 +83,7 @@ class ByteStream:
         with reading(BadFile):
             first = self._raw.read(_READ_BYTES)
         refuse_other_content(first, self._suffix)
-        chunks = self._chunks(first)
+        chunks = self._chunks(first, _READ_BYTES if packing is None else _SLICE_BYTES)
         if packing is None:
             yield from chunks
             return
@@ -94,10 +94,14 @@ class ByteStream:
             head = False
             yield chunk
 
-    def _chunks(self, chunk: bytes) -> Iterator[bytes]:
+    def _chunks(self, chunk: bytes, size: int) -> Iterator[bytes]:
+        position = 0
         while chunk:
-            self._on_position(self._raw.tell())
-            yield chunk
+            for start in range(0, len(chunk), size):
+                part = chunk[start : start + size]
+                position += len(part)
+                self._on_position(position)
+                yield part
             with reading(BadFile):
                 chunk = self._raw.read(_READ_BYTES)
 
@@ -110,25 +114,23 @@ def _unpacked(packing: _Packing, chunks: Iterator[bytes]) -> Iterator[bytes]:
     would be lost silently; zstandard's reader ends silently at a truncation.
     """
     frame, frames = None, 0
-    for chunk in chunks:
-        for start in range(0, len(chunk), _SLICE_BYTES):
-            packed = chunk[start : start + _SLICE_BYTES]
-            while packed:
-                if frame is None:
-                    packed = packed.lstrip(b"\0") if packing.padding and frames else packed
-                    if not packed:
-                        break
-                    frame = packing.new()
-                    frames += 1
-                try:
-                    text = frame.decompress(packed)
-                except packing.errors as error:
-                    cause = str(error).rsplit("error: ", 1)[-1]
-                    raise BadFile(f"is not intact {packing.name} data: {cause}") from None
-                if text:
-                    yield text
-                packed = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
+    for packed in chunks:
+        while packed:
+            if frame is None:
+                packed = packed.lstrip(b"\0") if packing.padding and frames else packed
+                if not packed:
+                    break
+                frame = packing.new()
+                frames += 1
+            try:
+                text = frame.decompress(packed)
+            except packing.errors as error:
+                cause = str(error).rsplit("error: ", 1)[-1]
+                raise BadFile(f"is not intact {packing.name} data: {cause}") from None
+            if text:
+                yield text
+            packed = frame.unused_data if frame.eof else b""
+            frame = None if frame.eof else frame
     if frame is not None:
         raise BadFile(f"is truncated: the {packing.name} stream ends early")
     if not frames:

@@ -13,7 +13,7 @@ import sentencepiece
 from cem_jax.data.corpus.compression import BadFile
 from cem_jax.data.corpus.files import SourceFile, find_files
 from cem_jax.data.corpus.large_json import BadRecord
-from cem_jax.data.corpus.readers import Fields, read_document, read_records
+from cem_jax.data.corpus.readers import Fields, Piece, read_document, read_records
 from cem_jax.data.dataset.tokenizer import Tokenizer
 from cem_jax.errors import UserError
 from cem_jax.storage.durable import write_durably
@@ -21,6 +21,7 @@ from cem_jax.storage.paths import any_path
 
 SAMPLE_BYTES = 32_000_000  # text that the trainer sees; BPE needs about 20 times that in memory
 _LEAST_SHARE = 64 << 10  # per file read; if there are too many files, some are left out
+_STRETCH = 64 << 10  # bytes of a long document taken in one place
 _CHUNK_CHARS = 2000
 _THREADS = 16  # recorded in the model, so that its bytes would depend on the CPUs
 # The trainer drops every sentence that contains one of its own marks, and no piece can contain NUL.
@@ -112,10 +113,11 @@ def train_model(documents: Iterable[str], vocab_size: int, model_type: str = "bp
 
 
 def sample_documents(files: Sequence[SourceFile], *, column: str, sample_bytes: int) -> list[str]:
-    """Return at most about `sample_bytes` of text, in equal shares from the heads of the files.
+    """Return at most about `sample_bytes` of text, in equal shares from the files.
 
-    What small files leave of their share goes to the larger ones; of very many files, only every
-    n-th is read. Bad records are skipped. Raises UserError for a bad file, and for a corpus
+    A share is spread over the whole file, which is therefore read to its end. What small files
+    leave of their share goes to the larger ones; of very many files, only every n-th is read. Bad
+    records are skipped. Raises UserError for a bad file, and for a corpus
     without any usable document.
     """
     if sum(file.size for file in files) > sample_bytes:
@@ -126,7 +128,7 @@ def sample_documents(files: Sequence[SourceFile], *, column: str, sample_bytes: 
     for done, file in enumerate(sorted(files, key=lambda file: file.size)):
         share = left // (len(files) - done)
         try:
-            for text in _head(file, column, share):
+            for text in _spread(file, column, share):
                 documents.append(text)
                 left -= len(text.encode())
         except BadFile as bad:
@@ -141,24 +143,40 @@ def sample_documents(files: Sequence[SourceFile], *, column: str, sample_bytes: 
     return documents
 
 
-def _head(file: SourceFile, column: str, share: int) -> Iterator[str]:
+def _spread(file: SourceFile, column: str, share: int) -> Iterator[str]:
+    """Yield about `share` bytes of text, as much from each part of the file."""
+    position = taken = 0
+
+    def reached(place: int) -> None:
+        nonlocal position
+        position = place
+
     fields = Fields(column)
-    for record in read_records(file.path, fields):
-        kept, size = [], 0
+    for record in read_records(file.path, fields, reached):
+        size = record.size()
+        room = share * min(position + size, file.size) // file.size - taken
+        if room < min(size, _STRETCH, share):
+            continue  # rather a whole record later than a few words of each
         try:
-            for piece in read_document(record, fields)[1]:
-                enough = piece.utf8[: share - size]
-                kept.append(enough.decode(errors="ignore"))
-                size += len(enough)
-                if size == share:
-                    break
+            text = "".join(_stretches(read_document(record, fields)[1], room, size))
         except BadRecord:
             continue
-        if text := "".join(kept):
+        if text:
             yield text
-        share -= size
-        if share <= 0:
-            return
+        taken += len(text.encode())
+
+
+def _stretches(pieces: Iterable[Piece], room: int, size: int) -> Iterator[str]:
+    """Yield at most `room` bytes, from everywhere in a document of at most `size` bytes."""
+    seen = taken = 0
+    for piece in pieces:
+        for start in range(0, len(piece.utf8), _STRETCH):
+            stretch = piece.utf8[start : start + _STRETCH]
+            seen += len(stretch)
+            allowed = room if size <= room else room * min(seen, size) // size
+            part = stretch[: max(0, allowed - taken)]
+            taken += len(part)
+            yield part.decode(errors="ignore")
 
 
 def _chunks(documents: Iterable[str]) -> Iterator[str]:

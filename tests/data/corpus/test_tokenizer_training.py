@@ -1,7 +1,12 @@
 import errno
+import gzip
+import json
 import os
 import sys
+import uuid
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 
@@ -57,6 +62,28 @@ def test_samples_take_from_every_file_within_the_limit(tmp_path, texts):
     ]  # fmt: skip
     whole = sample_documents(files, column="text", sample_bytes=1 << 22)
     assert sum(map(len, whole)) == 3_010_000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.txt", "a.parquet"])
+def test_samples_are_spread_over_the_whole_of_each_file(tmp_path, name):
+    texts = [f"{i} " + letter * 999 for letter in "abcd" for i in range(1000)]
+    path = tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(pa.table({"text": texts}), path, compression="none", use_dictionary=False)
+    elif name == "a.json":
+        path.write_text(json.dumps([{"text": text} for text in texts]))
+    elif name == "a.txt":
+        path.write_text("\n".join(texts))
+    else:
+        lines = "".join(
+            json.dumps({"text": text, "id": str(uuid.uuid4())}) + "\n" for text in texts
+        )
+        path.write_bytes(gzip.compress(lines.encode()) if name.endswith(".gz") else lines.encode())
+    sample = "".join(
+        sample_documents(find_files([str(path)]).files, column="text", sample_bytes=400_000)
+    )
+    assert 300_000 < len(sample) <= 400_000
+    assert all(50_000 < sample.count(letter) < 150_000 for letter in "abcd")
 
 
 def test_it_trains_only_on_the_training_part(tmp_path, texts, capsys):
