@@ -6,9 +6,11 @@ Exit codes: 0 done · 2 the user's input (`cem: error: …` lines, no traceback)
 
 import argparse
 import contextlib
+import errno
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -25,8 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit code."""
     if os.getpid() == 1:  # as in a container, where a signal without a handler is ignored
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    _raise_file_limit()
     with lasting():
         return _status(sys.argv[1:] if argv is None else argv)
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system does: each part of a dataset is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # some systems report more than they allow
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _status(argv: Sequence[str]) -> int:
@@ -46,6 +56,12 @@ def _status(argv: Sequence[str]) -> int:
     except Exception as error:
         if _is_interruption(error):
             return _interrupted()
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            _complain(
+                f"more than {limit} files are open at once; raise `ulimit -Hn`"
+            )
+            return 2
         if isinstance(error, OSError) and error.filename is None and _output_fails():
             _complain(f"standard output cannot be written: {error.strerror}")
         else:

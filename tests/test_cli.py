@@ -364,3 +364,19 @@ def test_the_home_directory_is_expanded_in_a_configuration(monkeypatch):
     mixed = tiny_config(data__path="", data__mixture=("~/a=1", "/b=2", "gs://b/~/c=3"))
     assert with_absolute_paths(mixed).data.mixture == ("/home/someone/a=1", "/b=2", "gs://b/~/c=3")
     assert str(split_argument("~/c.py:x")[0]) == "/home/someone/c.py"
+
+
+@pytest.mark.parametrize(("hard", "code"), [(4000, 0), (128, 2)])
+def test_the_limit_of_open_files_is_raised_or_named_in_one_line(hard, code):
+    script = (
+        "import sys, resource, cem_jax.cli as cli, cem_jax.commands.demo as demo\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (128, {hard}))\n"
+        "def run(args):\n"
+        "  held = [open(sys.executable) for _ in range(300)]; return {}\n"
+        "demo.run = run\n"
+        "sys.exit(cli.main(['demo']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("128 files are open" in done.stderr) == bool(code)
