@@ -58,9 +58,7 @@ def _status(argv: Sequence[str]) -> int:
             return _interrupted()
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            _complain(
-                f"more than {limit} files are open at once; raise `ulimit -Hn`"
-            )
+            _complain(f"more than {limit} files are open at once; raise `ulimit -Hn`")
             return 2
         if isinstance(error, OSError) and error.filename is None and _output_fails():
             _complain(f"standard output cannot be written: {error.strerror}")

@@ -4,13 +4,19 @@ import argparse
 import sys
 from typing import Any, TextIO
 
-from cem_jax.commands.arguments import COUNT, add_recursion, add_step, add_workdir, text
+from cem_jax.commands.arguments import COUNT, add_recursion, add_step, add_workdir, place, text
 
 
 def add(commands: Any) -> None:
     command = commands.add_parser("eval", help="loss, perplexity and bits per byte of a split")
     add_workdir(command)
     command.add_argument("--split", type=text, metavar="NAME", help="default: eval.split")
+    command.add_argument(
+        "--data",
+        type=place,
+        metavar="DIR",
+        help="another dataset, or where the run's is now; default: data.path or data.mixture",
+    )
     command.add_argument("--batch", type=COUNT, metavar="N", help="windows per batch")
     add_step(command)
     add_recursion(command)
@@ -25,6 +31,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args.workdir,
         step=args.step,
         split=args.split,
+        data=args.data,
         batch=args.batch,
         attention_steps=args.attention_steps,
         mlp_steps=args.mlp_steps,

@@ -25,15 +25,17 @@ def evaluate(
     *,
     step: int | None = None,
     split: str | None = None,
+    data: str | None = None,
     batch: int | None = None,
     attention_steps: int | None = None,
     mlp_steps: int | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a run's checkpoint on a split of its configured data; show progress on stderr.
+    """Evaluate a run's checkpoint on a split of its data; show progress on stderr.
 
     Args:
       step: the checkpoint; None: the newest.
       split: None: eval.split.
+      data: a dataset with the same tokenizer; None: what data.path or data.mixture names.
       batch: windows per batch; None: what suits the device.
       attention_steps, mlp_steps: T, if not as configured.
 
@@ -46,7 +48,7 @@ def evaluate(
     """
     run = Run.open(workdir, step)
     config = run.config
-    mixture = _open(run)
+    mixture = _open(run, data)
     for dataset in mixture.sources:
         dataset.require_tokenizer(run.tokenizer.hash, f"the run in {run.workdir}")
     split = split or config.eval.split
@@ -66,12 +68,18 @@ def default_batch(config: Config, mixture: Mixture, split: str) -> int:
     return max(1, min(tokens // context, windows))
 
 
-def _open(run: Run) -> Mixture:
+def _open(run: Run, data: str | None) -> Mixture:
     try:
-        return open_data(run.config)
+        if data is None:
+            return open_data(run.config)
+        elsewhere = replace(run.config.data, path=data, mixture=())
+        return open_data(replace(run.config, data=elsewhere))
     except UserError as error:
+        if data is not None:
+            raise
         hint = (
-            f"(the data is what {run.workdir / 'config.json'} names in data.path or data.mixture)"
+            f"(the data is what {run.workdir / 'config.json'} names in data.path or data.mixture; "
+            "--data DIR evaluates on another dataset)"
         )
         raise UserError(*error.messages, hint) from None
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from dataclasses import replace
 
@@ -238,3 +239,21 @@ def test_data_that_has_gone(tmp_path, tokenizer):
     run = write_run(tmp_path / "run", config, tokenizer, {1: tiny_parameters(config)})
     with pytest.raises(UserError, match=r"gone does not exist"):
         evaluate(run)
+
+
+def test_data_names_where_the_dataset_is_now_or_another(
+    run_directory, dataset, tokenizer, tmp_path, capsys
+):
+    here = evaluate(run_directory)
+    moved = tmp_path / "moved"
+    shutil.copytree(dataset, moved)
+    other = tiny_dataset(tmp_path / "other", tokenizer, seed=5)
+    assert main(["eval", "--workdir", str(run_directory), "--data", str(moved), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == here["loss"] and found["tokens"] == here["tokens"]
+    assert evaluate(run_directory, data=str(other))["loss"] != here["loss"]
+    foreign = tiny_dataset(tmp_path / "foreign", Tokenizer(train_model(sentences(300, 9), 300)))
+    with pytest.raises(UserError, match="tokenizer"):
+        evaluate(run_directory, data=str(foreign))
+    with pytest.raises(UserError, match="absent"):
+        evaluate(run_directory, data=str(tmp_path / "absent"))
