@@ -4,10 +4,10 @@
 #     launch/local.sh N --config FILE --workdir DIR [any flag of `cem train`]
 #
 # GPUs are divided evenly; on CPU every process has one device (JAX_NUM_CPU_DEVICES=k: k each).
-# TERM or Ctrl-C stops all processes at the same step, with a checkpoint. One try: what may be
-# tried again stands in launch/README.md.
+# TERM or Ctrl-C stops all processes at the same step, with a checkpoint. One attempt;
+# launch/README.md says when to rerun.
 #
-# CEM=path/to/cem    the command, when it is not on the PATH
+# CEM=path/to/cem    the command, if it is not on the PATH
 # CEM_PORT=12345     a port of your choice
 set -euo pipefail
 
@@ -21,7 +21,7 @@ cem=${CEM:-cem}
 export CEM_COORDINATOR=127.0.0.1:${CEM_PORT:-$((20000 + $$ % 10000))}
 export CEM_PROCESSES=$processes
 
-# The GPUs there are, by index or as CUDA_VISIBLE_DEVICES names them: none if it is empty or -1.
+# The GPUs, by index or as CUDA_VISIBLE_DEVICES names them: none if it is empty or -1.
 gpus=()
 if [[ ${JAX_PLATFORMS:-} != cpu ]]; then
     if [[ -v CUDA_VISIBLE_DEVICES ]]; then
@@ -55,12 +55,12 @@ for ((i = 0; i < processes && !stopping; i++)); do
 done
 status=0
 if ((stopping)); then
-    status=143 # also if there was no process yet
-    stop       # the last one was perhaps not in the list
+    status=143 # even if no process has started yet
+    stop       # the last process may not have been in the list
 fi
 
-# The exit status is that of the first process that failed. What it leaves behind ends by itself
-# if it had joined; processes that still wait for it are stopped after a while.
+# The exit status is that of the first process that failed. The others end by themselves if they
+# had joined; processes that still wait for it are stopped after a while.
 failed_at=
 while ((${#pids[@]})); do
     for i in "${!pids[@]}"; do

@@ -6,7 +6,7 @@
 # Needs gcloud here, and on every worker this repository with its environment (TPU_DIRECTORY,
 # default cem_jax in the home directory; `make install EXTRAS=tpu`). The workers find each other
 # through the metadata server. --workdir must be shared by all: a mounted bucket or Filestore.
-# Ctrl-C, TERM or a closed terminal (but for nohup) stops all workers at the same step, with a
+# Ctrl-C, TERM or a closed terminal (except under nohup) stops all workers at the same step, with a
 # checkpoint.
 set -euo pipefail
 
@@ -23,9 +23,9 @@ on_all_workers() {
     gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$1" </dev/null
 }
 
-# Each worker tries again unless the run is finished (0), the input is wrong (2) or a stop was asked
-# for here. That leaves a marker, which is seen between two tries too, and then ends the process
-# whose number is written; the worker writes the number and then looks for the marker.
+# Each worker retries unless the run is finished (0), the input is wrong (2) or a stop was requested
+# here. A stop leaves a marker, which also counts between attempts, and ends the process whose id
+# was written; the worker writes that id and then looks for the marker.
 # shellcheck disable=SC2088 # the workers expand it; the rest is this launch's own
 mark="~/.cem_train.$(date +%s)-$$"
 flags=$(printf '%q ' "$@")
@@ -56,7 +56,7 @@ training=$!
 while :; do
     before=$signals status=0
     wait "$training" || status=$?
-    ((signals == before)) && break # otherwise a signal ended the waiting, not the training
+    ((signals == before)) && break # otherwise a signal interrupted the wait, not the training
 done
 wait || true
 exit "$status"
