@@ -14,8 +14,8 @@ from cem_jax.aot.collectives import _groups, collectives, totals
 from cem_jax.aot.hlo import array_bytes, parse, runs
 from cem_jax.aot.traffic import bytes_moved
 
-# A TPU's: an all-gather in three pieces beside products, and an all-reduce of which each device
-# keeps a slice, in a loop without a note of its count.
+# From a TPU: an all-gather in three pieces beside products, and an all-reduce of which each device
+# keeps a slice, in a loop without a noted trip count.
 OF_A_TPU = """
 HloModule jit_step, is_scheduled=true
 
@@ -104,7 +104,7 @@ def test_pieces_slices_and_loops_of_a_tpu():
     }  # fmt: skip
 
 
-# Two slices of two devices: gathered beside a product, summed with nothing to do meanwhile.
+# Two slices of two devices: a gather beside a product, and a sum with no work beside it.
 OF_TWO_SLICES = """
 HloModule jit_step, is_scheduled=true
 
@@ -144,7 +144,7 @@ def test_between_slices():
     assert (gathered.overlapped, summed.overlapped) == (True, False)
 
 
-def test_a_loop_that_cannot_be_read_counts_once_and_says_so():
+def test_a_loop_with_unknown_count_counts_once_and_is_uncertain():
     found = collectives(of_a_tpu(start="2"), MESH)
     assert [(one.times, one.certain) for one in found] == [(1, True), (1, False), (1, False)]
 
@@ -164,7 +164,7 @@ def test_a_loop_that_cannot_be_read_counts_once_and_says_so():
         ("{}", ((0, 1, 2, 3),)),
     ],
 )
-def test_every_way_to_write_groups(text, groups):
+def test_every_format_of_groups(text, groups):
     assert _groups(f", channel_id=1, replica_groups={text}, dimensions={{0}}", 4) == groups
 
 
@@ -185,7 +185,7 @@ def compiled(function, *shapes):
     return jax.jit(function).lower(*arguments).compile()
 
 
-def test_bytes_are_those_of_xla_where_nothing_loops():
+def test_bytes_match_xla_without_loops():
     done = compiled(lambda x, y: jnp.tanh(x @ y).sum(0), (96, 64), (64, 128))
     assert bytes_moved(parse(done.as_text())) == pytest.approx(
         done.cost_analysis()["bytes accessed"], rel=0.05
@@ -201,7 +201,7 @@ def test_a_loop_over_stacked_layers_reads_each_once():
     program = parse(compiled(forward, (rows, width), (layers, width, width)).as_text())
     assert layers in [run.times for run in runs(program)]
     assert all(run.certain for run in runs(program))
-    # x read and written by product and tanh, kept for later; a layer's weights sliced and read
+    # x is read and written by product and tanh, and kept; a layer's weights are sliced and read
     least = 4 * layers * (2 * rows * width + width * width)
     assert least < bytes_moved(program) < 4.5 * least
 
@@ -235,7 +235,7 @@ def test_a_real_program_over_eight_devices():
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     gathers = [row for row in rows if row[0] == "all-gather"]
-    # a layer each time, or all at once before the loop: the same bytes
+    # per layer, or all at once before the loop: the same bytes
     assert sum(int(row[2]) * int(row[3]) for row in gathers) == 5 * 64 * 64 * 4
     assert {row[1] for row in gathers} == {"fsdp"}
     assert ["all-reduce", "data+fsdp", "1", "4", "7.0"] in rows

@@ -1,4 +1,4 @@
-"""`cem compile`: the real command, on fake CPU devices, and on TPUs that are not here."""
+"""`cem compile`: the real command, for fake CPU devices and absent TPUs."""
 
 import importlib.util
 import json
@@ -52,7 +52,7 @@ def message(sent, *, overlapped=False, groups=((0, 1, 2, 3),), times=1):
 
 
 def command(*flags, environment=None, fields=QUICK):
-    """Exit status, standard output and error of the command, in a process of its own."""
+    """Return exit status, standard output and error of the command in its own process."""
     given = [f"--config.{name}={value}" for name, value in fields.items()]
     done = subprocess.run(
         [sys.executable, "-m", "cem_jax", "compile", "--config", BASE, *given, *flags],
@@ -87,7 +87,7 @@ def test_eight_cpu_devices():
 
 @pytest.mark.parametrize("mesh", ["fsdp=4 tensor=2", "fsdp=2 tensor=2 context=2"])
 def test_no_array_is_copied_to_all_devices_to_be_split_otherwise(mesh):
-    """XLA's last resort; it says so on stderr, for each array."""
+    """XLA's last resort, which it reports on stderr for each array."""
     code, _, err = command("--topology", "cpu:8", *(f"--config.mesh.{m}" for m in mesh.split()))
     assert code == 0, err
     assert "rematerialization" not in err
@@ -140,7 +140,7 @@ def test_a_batch_that_does_not_divide():
         ("INTERNAL: Mosaic failed to compile TPU kernel", None),
     ],
 )
-def test_what_the_compiler_says_it_needs(text, size):
+def test_the_size_in_the_compilers_message(text, size):
     assert bytes_needed(text) == size
 
 
@@ -155,7 +155,7 @@ def one_cpu():
     return Topology("cpu:1", "cpu", jax.devices("cpu")[:1], Capacity(16 * GIB, 1e9, 1e9))
 
 
-def test_a_compiler_out_of_memory_is_a_finding(monkeypatch):
+def test_a_compiler_out_of_memory_is_a_result(monkeypatch):
     text = "the total memory required for HLO temporaries (24.00G) exceeds available HBM (15.75G)."
     monkeypatch.setattr(step, "_compile", raising(text))
     found = step.compile_step(tiny_config(), one_cpu())
@@ -165,7 +165,7 @@ def test_a_compiler_out_of_memory_is_a_finding(monkeypatch):
     assert estimate(tiny_config(), topology(), found)["step_seconds"] is None
 
 
-def test_anything_else_the_compiler_says_ends_the_command(monkeypatch):
+def test_other_compiler_errors_end_the_command(monkeypatch):
     monkeypatch.setattr(step, "_compile", raising("INTERNAL: Mosaic failed"))
     with pytest.raises(RunFailed, match="the compiler for cpu:1 gave up: INTERNAL: Mosaic failed"):
         step.compile_step(tiny_config(), one_cpu())
@@ -196,7 +196,7 @@ def test_the_estimate():
     assert (unknown["step_seconds"], unknown["mfu"]) == (None, None)
 
 
-def test_between_hosts_the_network_carries():
+def test_hosts_are_joined_by_the_network():
     places, capacity = [0] * 8 + [1] * 8, Capacity(None, 800e9, 100e9, far_link=50e9)
     assert link_of(message(1, groups=((0, 7), (8, 15))), places, capacity) == 100e9
     assert link_of(message(1, groups=((0, 8), (1, 9))), places, capacity) == 50e9
@@ -210,7 +210,7 @@ def test_the_network_between_slices_must_be_known():
     assert known["seconds"]["communication"] == pytest.approx(0.5)
 
 
-def test_what_is_computed_again():
+def test_recomputed_flops():
     again = lambda **fields: recomputed_flops(tiny_config(**fields).model, 32)
     assert again(model__attention__implementation="dense") == 0
     assert 0 < again() == again(model__remat="dots") < again(model__remat="attention")
@@ -219,7 +219,7 @@ def test_what_is_computed_again():
 
 
 def fake_compiler(log):
-    """Fits with 10 GiB a sequence of a device's microbatch, less with remat; full remat slower."""
+    """Return a fake result: 10 GiB per sequence and device, less with remat; full remat slower."""
 
     def compile_(config, there):
         log.append(config)
@@ -257,7 +257,7 @@ def test_candidates_divide():
     config = tiny_config(train__global_batch=16, model__attention__heads=2)
     shapes = {
         tuple(vars(c.mesh).values())
-        for c in meshes(config, real_devices(1), {"data": 9})  # all that one device allows
+        for c in meshes(config, real_devices(1), {"data": 9})  # all that are legal on one device
     }
     assert shapes == {(1, 1, 1, 1)}
     (one,) = meshes(config, real_devices(1), {"data": 9})

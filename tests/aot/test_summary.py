@@ -1,4 +1,4 @@
-"""`cem inspect`: its figures against the configuration, its table, its errors."""
+"""`cem inspect`: figures, table and errors."""
 
 import functools
 import json
@@ -74,7 +74,7 @@ def test_memory_of_parameters_optimizer_and_gradients():
     once, accumulated = summary()["memory"], memory(small(train__microbatch=2))
     size = 4 * summary()["parameters"]
     assert (once["parameters"], once["optimizer"], once["gradients"]) == (size, 2 * size, size)
-    assert accumulated["gradients"] == 2 * size  # one of them the sum so far
+    assert accumulated["gradients"] == 2 * size  # one is the running sum
     tables = [rendered(summary()), rendered(summary(train__microbatch=2))]
     why = "gradients: a microbatch's and the sum"
     assert [why in table for table in tables] == [False, True]
@@ -96,7 +96,7 @@ def test_activations_grow_with_the_batch_and_shrink_with_rematerialisation():
 
 
 def test_activations_are_what_the_compiled_step_holds():
-    """But for the working memory of the backward pass, about that of a layer."""
+    """Except the working memory of the backward pass, about that of a layer."""
     llama = dict(kind="llama", position="rope", steps=1, self_bias=False, implementation="dense")
     config = small(
         model__layers=8,
@@ -130,7 +130,7 @@ def test_shardings_name_mesh_axes_for_every_dimension():
     assert {n: math.prod(s["shape"]) for n, s in shardings.items()} == by_module
 
 
-# What splits each dimension: t tensor, f fsdp, · nothing. Stacked layers come first in a block.
+# The axis of each dimension: t tensor, f fsdp, · none. In a block, stacked layers come first.
 SPECS = {
     "cem_86m": {
         "blocks.attention.diagonal": "·f",
@@ -169,7 +169,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_where_every_parameter_and_moment_lies(name):
+def test_placement_of_every_parameter_and_moment(name):
     config = load_config(str(CONFIGS / f"{name}.py"), {"mesh.fsdp": 4, "mesh.tensor": 2})
     short = {"tensor": "t", "fsdp": "f", None: "·"}
     found = summarise(config, devices=16)
@@ -185,7 +185,7 @@ def test_where_every_parameter_and_moment_lies(name):
         assert shardings[name]["bytes_per_device"] * ways == 4 * math.prod(shardings[name]["shape"])
 
 
-def test_devices_that_the_mesh_cannot_have(capsys):
+def test_impossible_device_counts(capsys):
     config = ["inspect", "--config", str(CONFIGS / "cem_86m.py")]
     assert cli.main([*config, "--devices", "12"]) == 2
     assert capsys.readouterr().err == (

@@ -1,4 +1,4 @@
-"""`cem train` whose process 1 gets token ids that make the loss NaN, in the steps named first."""
+"""Run `cem train`; process 1 gets ids that make the loss NaN in the steps of argument 1."""
 
 import sys
 

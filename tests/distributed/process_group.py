@@ -1,4 +1,4 @@
-"""Starts `cem train` in several processes on this machine, for tests."""
+"""Start `cem train` in several local processes, for tests."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from cem_jax.runs.integrity import LIST_NAME
 from cem_jax.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 240  # seconds: many times what anything here takes on an idle machine
+PATIENCE = 240  # seconds: many times the longest wait on an idle machine
 
 
 def free_port() -> int:
@@ -23,7 +23,7 @@ def free_port() -> int:
 
 
 def flags(workdir: Path, dataset: Path, **changes) -> list[str]:
-    """Of `cem train`, for the tiny configuration; `train__steps=9` changes train.steps."""
+    """Return flags of `cem train` for the tiny configuration; `train__steps=9` sets train.steps."""
     fields = tiny.FIELDS | {"data.path": str(dataset)}
     fields |= {name.replace("__", "."): value for name, value in changes.items()}
     overrides = [f"--config.{name}={value}" for name, value in fields.items()]
@@ -35,10 +35,10 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 class Group:
-    """The processes 0 … count − 1, their output in files; killed when the block is left.
+    """Processes 0 … count − 1, with output in files; killed at the end of the block.
 
-    `given`: flags of each process in place of the common ones; None: it is not started.
-    `program`: what Python runs in place of `-m cem_jax`.
+    `given`: flags by process instead of the common ones; None: it is not started.
+    `program`: what Python runs instead of `-m cem_jax`.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class Group:
             self.processes[index].send_signal(number)
 
     def wait(self) -> list[int | None]:
-        """The exit statuses; None for a process that was not started."""
+        """Return the exit statuses; None for a process that was not started."""
         return [process and process.wait(PATIENCE) for process in self.processes]
 
     def output(self, index: int) -> str:
         return self._outputs[index].read_text()
 
     def await_steps(self, workdir: Path, count: int) -> None:
-        """Until the run in `workdir` has logged `count` steps."""
+        """Wait until the run in `workdir` has logged `count` steps."""
         self._until(lambda: len(losses(workdir)) >= count)
 
     def await_checkpoint(self, workdir: Path) -> None:
-        """Until there is a complete one."""
+        """Wait until there is a complete checkpoint."""
         self._until(lambda: any(workdir.glob(f"checkpoints/*0/{LIST_NAME}")))
 
     def _until(self, condition) -> None:
@@ -100,7 +100,7 @@ class Group:
 
 
 def trained(folder: Path, count: int, arguments: list[str]) -> Group:
-    """A group that has run to the end."""
+    """Return a group that has run to the end."""
     with Group(folder, count, arguments) as group:
         statuses = group.wait()
         assert statuses == [0] * count, "\n".join(map(group.output, range(count)))
@@ -108,7 +108,7 @@ def trained(folder: Path, count: int, arguments: list[str]) -> Group:
 
 
 def losses(workdir: Path, kind: str = "train") -> dict[int, float]:
-    """The loss of each step so far."""
+    """Return the loss of each step so far."""
     if not (workdir / "metrics.jsonl").exists():
         return {}
     return {line["step"]: line["loss"] for line in read_metrics(workdir) if line["kind"] == kind}

@@ -1,4 +1,4 @@
-"""What the environment says about the processes of a run, and how they meet."""
+"""Finding the processes of a run in the environment, and their rendezvous."""
 
 import http.server
 import socket
@@ -67,7 +67,7 @@ def found(environ):
         (HOSTS | {"JOB_COMPLETION_INDEX": "2"}, ("t0:8482", 4, 2, None)),
     ],
 )
-def test_what_the_environment_says(environ, want):
+def test_the_environment_is_read(environ, want):
     assert found(environ) == want
 
 
@@ -126,7 +126,7 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def metadata(monkeypatch):
-    """A function that answers as the metadata server of a TPU VM does."""
+    """Return a function that answers like the metadata server of a TPU VM."""
     monkeypatch.setattr(cluster, "_may_use_tpu", lambda environ: True)
     _Metadata.values = {}
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metadata) as server:
@@ -166,7 +166,7 @@ def test_a_tpu_vm_whose_metadata_server_is_silent(monkeypatch):
 
 
 def meeting(*places, seconds=10.0):
-    """What each process of a group gets from `meet`: None, or the message of its error."""
+    """Return for each process the result of `meet`: None, or the error's message."""
 
     def join(place):
         try:
@@ -190,7 +190,7 @@ def test_processes_meet_and_free_the_port():
     socket.create_server(("127.0.0.1", port)).close()
 
 
-def test_who_is_missing_is_named():
+def test_missing_processes_are_named():
     first, _, third, _ = places(4)
     told = meeting(first, third, seconds=1)
     assert told[0] == told[1]
@@ -204,7 +204,7 @@ def test_processes_that_count_differently():
     assert all("says there are 3 processes" in text for text in told)
 
 
-def test_a_stranger_at_the_port_does_no_harm():
+def test_a_stranger_at_the_port_is_ignored():
     first, second = places(2)
     port = int(first.coordinator.rpartition(":")[2])
     with ThreadPoolExecutor(1) as pool:

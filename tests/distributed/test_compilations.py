@@ -1,4 +1,4 @@
-"""Each function of a run is compiled once: the first run in a process, a resumed one, a copy."""
+"""Each function is compiled once: in the first run of a process, a resumed run and a copy."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ for run in {runs!r}:
 
 
 def test_nothing_is_compiled_twice(tmp_path):
-    """In a process of its own: what is imported by then matters."""
+    """Runs in its own process, since earlier imports matter."""
     dataset = tiny.tiny_dataset(tmp_path / "data")
     common = dict(log__energies_every=2, eval__every=2, checkpoint__every=2, mesh__fsdp=2)
     common |= dict(mesh__data=1, model__layers=1)

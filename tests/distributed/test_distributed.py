@@ -1,4 +1,4 @@
-"""Runs of several processes: one quick one, and what each failure looks like."""
+"""Multi-process runs: a quick one, and each kind of failure."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ def one_process(workdir, dataset, **changes):
 
 @pytest.fixture(scope="module")
 def whole(dataset, tmp_path_factory):
-    """The short run as one process trains it."""
+    """The short run with one process."""
     return one_process(tmp_path_factory.mktemp("one") / "run", dataset)
 
 
@@ -62,7 +62,7 @@ def same_losses(ours, theirs):
 
 
 def test_two_local_processes_train_as_one_does(dataset, tmp_path):
-    """By launch/local.sh, as a user would start them."""
+    """Start them by launch/local.sh, as a user would."""
     short = dict(train__steps=3, model__layers=1, eval__every=100, checkpoint__every=100)
     script = [str(ROOT / "launch" / "local.sh"), "2", "--json"]
     port = str(free_port())
@@ -76,7 +76,7 @@ def test_two_local_processes_train_as_one_does(dataset, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 1 and json.loads(lines[0])["step"] == 3  # one process alone tells
+    assert len(lines) == 1 and json.loads(lines[0])["step"] == 3  # only one process reports
     assert done.stderr.count("step 3: validation loss") == 1 and "in 2 processes" in done.stderr
     same_losses(tmp_path / "two", one_process(tmp_path / "one", dataset, **short))
 
@@ -92,7 +92,7 @@ def test_two_local_processes_train_as_one_does(dataset, tmp_path):
         (2, {"mesh__data": 1, "mesh__fsdp": 2, "train__microbatch": 2}),
     ],
 )
-def test_losses_are_those_of_one_process(count, mesh, dataset, whole, tmp_path):
+def test_losses_match_those_of_one_process(count, mesh, dataset, whole, tmp_path):
     workdir = tmp_path / "run"
     group = trained(tmp_path, count, flags(workdir, dataset, **mesh))
     same_losses(workdir, whole)
@@ -113,7 +113,9 @@ def test_losses_are_those_of_one_process(count, mesh, dataset, whole, tmp_path):
 @pytest.mark.parametrize(
     ("before", "killed", "after"), [(2, [1], 4), (2, [0], 1), (4, [0, 1, 2, 3], 2), (2, [0, 1], 2)]
 )
-def test_killed_and_continued_by_another_number(before, killed, after, dataset, long, tmp_path):
+def test_killed_and_resumed_with_another_number_of_processes(
+    before, killed, after, dataset, long, tmp_path
+):
     workdir = tmp_path / "run"
     arguments = flags(workdir, dataset, **LONG)
     with Group(tmp_path / "first", before, arguments) as group:
@@ -183,7 +185,7 @@ def test_a_stuck_process_is_named_and_ends_the_others(stopped, dataset, tmp_path
 
 @pytest.mark.slow
 def test_a_failure_of_one_ends_all_with_its_status_and_reason(dataset, tmp_path):
-    """A damaged shard that only one process sees: its own copy of the data."""
+    """Only one process sees a damaged shard, in its own copy of the data."""
     other = tmp_path / "copy" / "dataset"
     subprocess.run(["cp", "-r", str(dataset.parent), str(tmp_path / "copy")], check=True)
     shard = other / "train" / "tokens-00000.npy"

@@ -68,7 +68,7 @@ def test_local_ends_with_the_status_of_what_failed(tmp_path):
     assert local(tmp_path, "true", "2", "--x").returncode == 0
 
 
-def test_local_takes_no_gpus_where_none_are_visible(tmp_path):
+def test_local_takes_no_gpus_if_none_are_visible(tmp_path):
     command(tmp_path, "nvidia-smi", "printf '0\\n1\\n'")
     path = f"{tmp_path}:{os.environ['PATH']}"
     for visible in ("", "-1"):
@@ -82,7 +82,7 @@ UNTIL_TERM = 'trap "exit 143" TERM; echo up; while :; do sleep 0.05; done'
 
 @contextlib.contextmanager
 def started(arguments, **variables):
-    """A launcher in a session of its own, to be given signals."""
+    """Start a launcher in its own session, to receive signals."""
     with subprocess.Popen(
         [str(argument) for argument in arguments],
         env={**os.environ, **{name: str(value) for name, value in variables.items()}},
@@ -93,24 +93,24 @@ def started(arguments, **variables):
         try:
             yield running
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nothing is left, if all is well
+            with contextlib.suppress(ProcessLookupError):  # normally nothing is left
                 os.killpg(running.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("processes", [2, 64])
 def test_local_passes_signals_on(processes, tmp_path):
-    """Also amid the start of many."""
+    """Also while many processes are starting."""
     cem = command(tmp_path, "cem", UNTIL_TERM)
     arguments = [LAUNCH / "local.sh", processes, "--x"]
     with started(arguments, CEM=cem, JAX_PLATFORMS="cpu") as running:
         assert [running.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
         running.terminate()
-        running.communicate(timeout=60)  # its end is that of all who could write there
+        running.communicate(timeout=60)  # ends when all who could write there have ended
         assert running.returncode == 143
 
 
 def ending(statuses, tries):
-    """A cem whose tries end with these, one after the other; they are counted in a file."""
+    """Return a cem script whose attempts, counted in a file, end with these statuses in turn."""
     all_ = " ".join(map(str, statuses))
     return f"echo >> {tries}; all=({all_}); exit ${{all[$(wc -l < {tries}) - 1]}}"
 
@@ -128,7 +128,7 @@ def test_the_loop_of_the_readme_ends_when_it_should(tmp_path):
 
 @pytest.fixture
 def pod(tmp_path):
-    """A gcloud that runs here what it should run there: `pod(text)` makes cem of that text."""
+    """A gcloud that runs its commands locally; `pod(text)` installs `text` as cem."""
     home = tmp_path / "home"
     folder = home / "cem jax" / ".venv" / "bin"
     folder.mkdir(parents=True)
@@ -157,8 +157,8 @@ def test_tpu_vm_runs_the_command_on_all_workers(pod, tmp_path):
     assert told.startswith("compute tpus tpu-vm ssh pod --zone=zone-a --worker=all --command=")
 
 
-def test_tpu_vm_tries_again_unless_finished_or_the_input_is_wrong(pod, tmp_path):
-    command(tmp_path, "sleep", "true")  # between two tries
+def test_tpu_vm_retries_unless_finished_or_the_input_is_wrong(pod, tmp_path):
+    command(tmp_path, "sleep", "true")  # between two attempts
     statuses = [1, 134, 137, 139, 143, 2]
     with pod(ending(statuses, "~/tries"), "--x") as running:
         assert running.wait(60) == 2
@@ -166,7 +166,7 @@ def test_tpu_vm_tries_again_unless_finished_or_the_input_is_wrong(pod, tmp_path)
 
 
 def twice(running, number):
-    """A signal to the launcher twice: TERM as `kill` sends it, INT to all as Ctrl-C does."""
+    """Signal the launcher twice: TERM as `kill` sends it, INT to all as Ctrl-C does."""
     for _ in range(2):
         if number == signal.SIGINT:
             os.killpg(running.pid, number)
@@ -187,7 +187,7 @@ def test_tpu_vm_waits_for_the_checkpoint(number, pod, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_tpu_vm_starts_no_other_try_after_a_signal_between_two(number, pod, tmp_path):
+def test_tpu_vm_starts_no_attempt_after_a_signal_between_two(number, pod, tmp_path):
     with pod("echo up; exit 1", "--x") as running:
         assert running.stdout.readline() == "up\n"
         time.sleep(0.5)
@@ -197,7 +197,7 @@ def test_tpu_vm_starts_no_other_try_after_a_signal_between_two(number, pod, tmp_
     assert not list((tmp_path / "home").glob(".cem_train*.pid"))
 
 
-def test_slurm_is_requeued_for_what_may_pass_only(tmp_path):
+def test_slurm_is_requeued_only_for_what_may_pass(tmp_path):
     """The batch script with stand-ins for srun and scontrol."""
     text = (LAUNCH / "slurm.sbatch").read_text().replace("source .venv/bin/activate", "")
     script = command(tmp_path, "job", text)
@@ -251,7 +251,7 @@ def test_manifests_have_the_structure_of_a_jobset(path):
         name, host = manifest["metadata"]["name"], environ["CEM_COORDINATOR"].split(":")[0]
         assert host == f"{name}-{replicated['name']}-0-0.{name}"
     else:
-        assert environ == {}  # GKE tells
+        assert environ == {}  # GKE sets them
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)

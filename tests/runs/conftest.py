@@ -19,7 +19,7 @@ def lines():
 
 @pytest.fixture
 def opened(tmp_path, lines):
-    """Opens checkpointers below tmp_path and closes them all."""
+    """Open checkpointers below tmp_path, and close them all."""
     made = []
 
     def open_one(keep=3, keep_best=True, keep_every=None):

@@ -1,4 +1,4 @@
-"""Google Cloud Storage on this machine, as much of its JSON API as gcsfs and TensorStore use.
+"""A local Google Cloud Storage: the part of its JSON API that gcsfs and TensorStore use.
 
 Objects live in a dict. There are no directories and there is no rename: a store such as the ones
 that runs are kept in. `python fake_gcs.py FILE` writes its address to FILE and serves.
@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(404, {"error": {"code": 404, "message": "Not Found"}})
 
     def stale(self, bucket: str, name: str, query: dict[str, str]) -> bool:
-        """Whether the object is not of the generation that the request demands."""
+        """Return whether the object has another generation than the request demands."""
         wanted = query.get("ifGenerationMatch")
         now = self.store.objects.get((bucket, name), (b"", 0))[1]
         return wanted is not None and int(wanted) != now
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, self.store.put(bucket, name, body))
 
     def resume(self, path: str, body: bytes) -> None:
-        """The next part of a resumable upload; the last one says how long all is."""
+        """Add a part of a resumable upload; the last part gives the total length."""
         bucket, name, content = self.store.sessions[path.rpartition("/")[2]]
         content += body
         if self.headers.get("Content-Range", "*/0").endswith("/*"):
@@ -175,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(204)
 
     def batch(self, body: bytes) -> None:
-        """Many deletions in one request, as gcsfs removes a tree."""
+        """Handle many deletions in one request, as gcsfs sends to remove a tree."""
         paths = re.findall(rb"DELETE (\S+) HTTP", body)
         reply = []
         for index, path in enumerate(paths):
@@ -194,13 +194,13 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request, client_address):
-        """A client that does not wait for its answer is no fault."""
+        """Ignore clients that do not wait for an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 def serve() -> Server:
-    """A server at a free port of this machine, not yet running."""
+    """Return a server on a free local port, not yet running."""
     handler = type("Bound", (Handler,), {"store": Store()})
     return Server(("127.0.0.1", 0), handler)
 

@@ -1,4 +1,4 @@
-"""A signal that comes after a given step, without a signal."""
+"""Simulate a signal after a given step."""
 
 import signal
 
@@ -6,7 +6,7 @@ from cem_jax.runs.signals import Stop
 
 
 def stop_after(step: int) -> dict:
-    """Arguments of `train`, as if SIGTERM came while `step` was at work."""
+    """Return arguments of `train` that act as if SIGTERM came during `step`."""
 
     def never(status: int, line: str) -> None:
         raise AssertionError(line)

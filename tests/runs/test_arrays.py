@@ -1,4 +1,4 @@
-"""Threads beside the steps have a lower priority, and no others."""
+"""Only the threads that save have a lower priority."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ def niceness(thread: int) -> int:
 
 
 def waiting(release, inner=None):
-    """A thread that waits, and on `inner` starts another one that says how nice it is."""
+    """Start a thread that waits for `inner`, then starts another that reports its niceness."""
 
     def run():
         release.wait(60)
@@ -33,7 +33,7 @@ def waiting(release, inner=None):
     return thread
 
 
-def test_threads_started_within_and_theirs_are_nicer():
+def test_threads_started_inside_and_their_children_are_nicer():
     release, of_child = threading.Event(), []
     own = niceness(0)
     before = waiting(release)

@@ -32,13 +32,13 @@ def flip(path: Path):
     path.write_bytes(content)
 
 
-# The largest file holds the arrays' own bytes, which Orbax stores without a checksum.
+# The largest file holds the arrays' bytes, which Orbax stores without a checksum.
 LARGEST, SMALLEST_NODE, INFO = "largest", "manifest.ocdbt", "info/metadata"
 
 
 @pytest.mark.parametrize("which", [LARGEST, SMALLEST_NODE, INFO, "checksums.sha256"])
 @pytest.mark.parametrize("harm", [cut, flip, Path.unlink])
-def test_a_damaged_newest_one_is_named_and_the_one_before_it_used(
+def test_a_damaged_newest_one_is_reported_and_the_previous_one_used(
     opened, lines, tmp_path, which, harm
 ):
     save_all(opened(), 1, 2, 3)
@@ -113,7 +113,7 @@ def test_a_save_that_fails_in_the_background_ends_the_run(opened, monkeypatch, t
 
 
 def test_a_full_disk_ends_the_run(tmp_path):
-    """Stands in for a full disk: no file of the process may grow beyond 100 kB."""
+    """Simulates a full disk by limiting the process's files to 100 kB."""
     full = """
         import resource, signal, sys
         import jax
@@ -177,11 +177,11 @@ def test_a_run_on_a_full_disk_ends_with_a_plain_line(small_disk, tmp_path):
     failed, last = map(int, told.groups())
     assert 2 <= last == failed - 2
     steps = [int(number) for number in re.findall(r"step (\d+)/1000", done.stderr)]
-    assert max(steps, default=0) < 100  # it did not go on without checkpoints
+    assert max(steps, default=0) < 100  # it did not continue without checkpoints
     with Writer(small_disk / "run" / "checkpoints", keep=1, keep_best=False) as found:
         assert found.steps()[-1] == last == found.info(last).position.step
     names = os.listdir(small_disk / "run" / "checkpoints")
-    assert all(name.isdecimal() for name in names)  # what was half written has gone
+    assert all(name.isdecimal() for name in names)  # partial saves were removed
 
 
 def test_a_directory_that_cannot_be_made_ends_the_run(tmp_path):

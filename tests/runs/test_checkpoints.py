@@ -107,7 +107,7 @@ def test_newest_and_best_are_kept(opened, metrics, kept, best):
             assert_same(one.restore(step, abstract(make_state()))[0], make_state(step // 10 - 1))
 
 
-def test_best_goes_when_it_is_not_wanted(opened):
+def test_best_is_removed_without_keep_best(opened):
     checkpointer = opened(keep=1, keep_best=False)
     for step, metric in [(1, 1.0), (2, 2.0)]:
         checkpointer.save(make_state(), Position(step), metric)
@@ -115,7 +115,7 @@ def test_best_goes_when_it_is_not_wanted(opened):
     assert checkpointer.steps() == [2]
 
 
-def test_milestones_are_kept_for_ever(opened):
+def test_milestones_are_kept_forever(opened):
     checkpointer = opened(keep=1, keep_every=4)
     for step, metric in [(2, 1.0), (4, 5.0), (6, 2.0), (8, 6.0), (10, 3.0)]:
         checkpointer.save(make_state(step), Position(step), metric)
@@ -126,7 +126,7 @@ def test_milestones_are_kept_for_ever(opened):
         assert opened().steps() == [4, 8, step]
 
 
-def test_nothing_goes_before_the_new_save_is_complete(opened):
+def test_nothing_is_removed_before_the_new_save_is_complete(opened):
     checkpointer = opened(keep=1)
     save_all(checkpointer, 1)
     checkpointer.save(make_state(2), Position(2))
@@ -144,7 +144,7 @@ def test_saving_a_step_again_replaces_it(opened, tmp_path):
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["1"]
 
 
-def test_one_set_aside_stands_in_until_its_step_is_saved_again(opened, tmp_path):
+def test_one_set_aside_is_used_until_its_step_is_saved_again(opened, tmp_path):
     save_all(opened(), 1)
     (tmp_path / "c" / "1").rename(tmp_path / "c" / "1.replaced")  # killed right after the rename
     assert_same(opened().restore(None, abstract(make_state()))[0], make_state(1))
@@ -152,7 +152,7 @@ def test_one_set_aside_stands_in_until_its_step_is_saved_again(opened, tmp_path)
     assert opened().steps() == [1, 2]
 
 
-def test_going_on_from_an_earlier_step_drops_the_later_ones(opened):
+def test_resuming_from_an_earlier_step_drops_the_later_ones(opened):
     save_all(opened(), 1, 2, 3)
     save_all(opened(), 2)
     assert opened().steps() == [1, 2]

@@ -1,4 +1,4 @@
-"""`cem eval` and validation: every target once, whatever the batch; and its refusals."""
+"""`cem eval` and validation: every target counts once, for any batch; and refusals."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def run_directory(folder, config, tokenizer):
 
 
 def oracle(config, parameters, path, split="validation", limit=None, model=None):
-    """(Σ nats, targets) window by window, from the model's own logits."""
+    """Return (Σ nats, targets), window by window, from the model's own logits."""
     (shard,) = (path / split).glob("tokens-*.npy")
     stream = np.load(shard).astype(np.int32)
     starts = range(0, len(stream) - 1, CONTEXT)[:limit]
@@ -213,7 +213,7 @@ def test_a_split_smaller_than_a_window(tmp_path, tokenizer, dataset, training):
             evaluate(write_run(tmp_path / "run", config, tokenizer, parameters))
 
 
-def test_an_unknown_split_names_those_there_are(run_directory):
+def test_an_unknown_split_lists_the_existing_ones(run_directory):
     with pytest.raises(UserError, match=r"no split 'test'; it has train, validation"):
         evaluate(run_directory, split="test")
 
@@ -234,7 +234,7 @@ def test_data_of_another_separator_is_refused(tmp_path, tokenizer):
         evaluate(run)
 
 
-def test_data_that_has_gone(tmp_path, tokenizer):
+def test_missing_data(tmp_path, tokenizer):
     config = tiny_config(tmp_path / "gone")
     run = write_run(tmp_path / "run", config, tokenizer, {1: tiny_parameters(config)})
     with pytest.raises(UserError, match=r"gone does not exist"):

@@ -145,7 +145,7 @@ def test_eval_and_generate_work_on_what_was_imported(tmp_path, tokenizer):
     assert text(tmp_path / "again") == text(run)
 
 
-def test_an_output_that_holds_something_is_left_alone(exported, tmp_path):
+def test_a_nonempty_output_is_left_alone(exported, tmp_path):
     before = files_of(exported)
     with pytest.raises(UserError, match="exists and is not empty"):
         output(tmp_path / "run", exported)
@@ -154,18 +154,18 @@ def test_an_output_that_holds_something_is_left_alone(exported, tmp_path):
     assert files_of(exported) == before
 
 
-def test_an_empty_directory_is_filled_where_it_is(exported, tmp_path, monkeypatch):
+def test_an_empty_directory_is_filled_in_place(exported, tmp_path, monkeypatch):
     wanted = files_of(exported)
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
         if name == "first":
-            Path(".cem.partial").mkdir()  # of an export that was killed
+            Path(".cem.partial").mkdir()  # left by a killed export
             assert output(tmp_path / "run", Path("."))["step"] == 7
         else:
             assert back(exported, Path("."))["step"] == 7
             assert Run.open(tmp_path / name).step == 7
-        assert os.path.samefile(".", tmp_path / name)  # as a shell in it would have it
+        assert os.path.samefile(".", tmp_path / name)  # as for a shell inside it
     assert files_of(tmp_path / "first") == wanted
     (tmp_path / "third").mkdir()
     harm = tmp_path / "out" / "model.safetensors"
@@ -235,7 +235,7 @@ def no_list_and_cut(path):
 
 
 def told(metadata):
-    """Another text where `cem export` puts its own metadata."""
+    """Return a function that replaces the metadata of `cem export` with another text."""
 
     def harm(path):
         save_file(load_file(path), path, metadata={"cem_jax": metadata})
@@ -294,7 +294,7 @@ def other_tokenizer(path):
         (low_precision, "model.safetensors"),
     ],
 )
-def test_what_is_wrong_is_said_and_nothing_written(harm, words, exported, tmp_path):
+def test_faults_are_named_and_nothing_is_written(harm, words, exported, tmp_path):
     harm(exported / "model.safetensors")
     with pytest.raises(UserError) as refused:
         back(exported, tmp_path / "again")

@@ -1,4 +1,4 @@
-"""`cem generate`: the cache changes nothing, the context ends it, sampling keeps its promises."""
+"""`cem generate`: same text with the cache, stops with the context, samples by the rules."""
 
 import dataclasses
 import io
@@ -47,14 +47,14 @@ def run_directory(tmp_path_factory, tokenizer):
 
 
 def prompt_of(tokens, tokenizer):
-    """A text of exactly so many tokens: a letter that no piece has takes a byte piece each time."""
+    """Return a text of exactly `count` tokens: a letter in no piece takes one byte piece each."""
     text = "x" * tokens
     assert len(tokenizer.encode(text)) == tokens
     return text
 
 
 def recomputed(config, parameters, ids, count):
-    """Greedy ids, each from a forward pass over everything before it."""
+    """Return greedy ids, each from a forward pass over everything before it."""
     model = pure.bind(config.model, parameters)
     forward = jax.jit(lambda tokens: model(tokens))
     ids = list(ids)
@@ -90,7 +90,7 @@ def test_greedy_with_the_cache_equals_recomputing_everything(tokenizer, model, s
     assert list(tokens) == recomputed(config, parameters, ids, count)
 
 
-# The separator before the prompt takes one place of the context; a last token needs none.
+# The separator before the prompt takes one position; the last token needs none.
 @pytest.mark.parametrize("max_tokens", [0, 1, CONTEXT])
 @pytest.mark.parametrize("length", [0, 1, CONTEXT - 1, CONTEXT, CONTEXT + 1])
 def test_prompt_and_new_tokens_against_the_context(generator, tokenizer, length, max_tokens):
@@ -114,7 +114,7 @@ def test_prompt_and_new_tokens_against_the_context(generator, tokenizer, length,
 def test_it_stops_at_the_separator(tokenizer):
     config = tiny_config()
     parameters = tiny_parameters(config)
-    # The head says the separator whatever it reads, for states are never all zero.
+    # The head always predicts the separator, since states are never all zero.
     states = pure.bind(config.model, parameters).hidden(jnp.full((1, 1), tokenizer.bos_id))
     parameters["head"] = parameters["head"].at[tokenizer.bos_id].set(100 * states[0, 0])
     result = Generator(config, parameters, tokenizer)("", 9, GREEDY)
@@ -154,7 +154,7 @@ def frequencies(logits, draws=4000, **rules):
         ({"top_p": 0.6}, [1, 3]),  # 0.5 does not reach it, 0.8 does
         ({"top_p": 0.5}, [1]),
         ({"top_p": 1.0}, [0, 1, 2, 3]),
-        ({"top_k": 3, "top_p": 0.83}, [1, 3]),  # p counts what top-k left: 0.8 of 0.95
+        ({"top_k": 3, "top_p": 0.83}, [1, 3]),  # top_p applies after top_k: 0.8 of 0.95
     ],
 )
 def test_sampling_follows_the_distribution(rules, kept):
@@ -185,7 +185,7 @@ def test_temperature_sharpens():
 
 
 def test_bfloat16_logits_are_sampled_in_float32():
-    """Of 5,000 equal ids nine in ten stay; sums in bfloat16 would stop growing at a few hundred."""
+    """top_p keeps 90 % of 5,000 equal ids; bfloat16 sums would stop growing at a few hundred."""
     rules = dict(temperature=1.0, top_p=0.9)
     found = frequencies(jnp.zeros(5000, jnp.bfloat16), **rules)
     drawn = np.flatnonzero(found)
@@ -193,7 +193,7 @@ def test_bfloat16_logits_are_sampled_in_float32():
     assert 4400 < drawn.max() <= 4501
 
 
-def test_characters_split_over_tokens_come_whole(tokenizer):
+def test_characters_split_over_tokens_are_complete(tokenizer):
     text = "ab €Ω 🙂数 \N{REPLACEMENT CHARACTER} end"
     ids = tokenizer.encode(text)
     stream = TextStream(tokenizer, [tokenizer.bos_id])
@@ -210,7 +210,7 @@ def test_text_cut_within_a_character(tokenizer):
     assert shown.startswith("ab\N{REPLACEMENT CHARACTER}") and "€" not in shown
 
 
-def test_the_text_is_that_of_the_ids(generator, tokenizer):
+def test_the_text_matches_the_ids(generator, tokenizer):
     ids = prompt_ids(tiny_config(), tokenizer, "ab")
     tokens = list(generator._tokens(ids, 10, Sampling(seed=3)))
     written = []
@@ -239,7 +239,7 @@ def test_json_and_standard_input(run_directory, capfd, monkeypatch):
     assert result["text"] == generate_text(run, "ab", max_tokens=99, temperature=0)
 
 
-def test_a_prompt_too_long_is_told(run_directory, capsys):
+def test_a_prompt_too_long_is_refused(run_directory, capsys):
     command = ["generate", "--workdir", str(run_directory)]
     assert main([*command, "--prompt", "x" * 99]) == 2
     assert f"is {CONTEXT}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`cem train --init-from RUN`: what is taken, what is not, and that it is told."""
+"""`cem train --init-from RUN`: parameters taken and not taken, and the report of them."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def origin(dataset, tmp_path_factory):
 
 
 def begun(dataset, origin, **changes):
-    """(parameters at step 0, what was told, what is recorded)."""
+    """Return (parameters at step 0, reported lines, record)."""
     setup = prepare_run(tiny_config(data__path=str(dataset), **(SHORT | changes)))
     told = []
     state, record = initialised_from(setup, str(origin), told.append)
@@ -87,14 +87,14 @@ def test_the_new_run_records_it_and_resumes_without(dataset, origin, tmp_path):
         training.train(config, workdir, init_from=str(tmp_path), stream=io.StringIO())
 
 
-def test_a_run_that_began_afresh_is_not_begun_again_with_another(dataset, origin, tmp_path):
+def test_a_run_with_fresh_parameters_is_not_restarted_with_others(dataset, origin, tmp_path):
     config = tiny_config(data__path=str(dataset), **SHORT)
     with pytest.raises(UserError, match=r"has a checkpoint .* began with fresh parameters"):
         training.train(config, origin, init_from=str(tmp_path))
     require_origin(origin, Position(2), str(tmp_path), [].append)  # of a run that recorded nothing
 
 
-def test_an_export_is_to_be_imported_first(dataset, tmp_path):
+def test_an_export_must_be_imported_first(dataset, tmp_path):
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=r"cem import --input .*/export --workdir RUN"):

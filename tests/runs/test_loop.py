@@ -25,13 +25,13 @@ from cem_jax.runs.run import Run
 
 @pytest.fixture(scope="module")
 def whole(dataset, tmp_path_factory):
-    """A run that nothing disturbed."""
+    """An undisturbed run."""
     workdir = tmp_path_factory.mktemp("whole") / "run"
     result = training.train(tiny_config(data__path=str(dataset)), workdir)
     return workdir, result
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 8])  # 4 and 8: the validation is made up for
+@pytest.mark.parametrize("step", [1, 3, 4, 8])  # 4 and 8: the validation is repeated
 def test_a_run_stopped_and_resumed_is_bit_identical(step, dataset, whole, tmp_path):
     config = tiny_config(data__path=str(dataset))
     with pytest.raises(SystemExit) as stopped:
@@ -57,7 +57,7 @@ def test_a_finished_run_is_left_as_it_is(dataset, whole):
     assert before == {p: p.stat().st_mtime_ns for p in whole[0].rglob("*") if p.is_file()}
 
 
-def test_another_architecture_is_refused_with_the_fields_that_differ(dataset, whole):
+def test_another_architecture_is_refused_naming_the_fields(dataset, whole):
     other = tiny_config(data__path=str(dataset), model__dim=64, model__attention__steps=3)
     with pytest.raises(UserError) as refused:
         training.train(other, whole[0])
@@ -129,7 +129,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused_with_its_place(tmp_path):
 
 
 def poison(monkeypatch, steps: set[int]) -> None:
-    """Steps whose batch holds an id that makes the loss NaN."""
+    """Put an id that makes the loss NaN into the batches of some steps."""
     unpatched = loop.place_batch
     count = iter(range(1000))
 
@@ -179,7 +179,7 @@ def test_a_profile_is_written_for_the_steps_asked_for(dataset, tmp_path):
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
-def test_a_profile_that_runs_past_the_end_and_one_begun_in_its_midst(dataset, tmp_path):
+def test_a_profile_that_exceeds_the_end_and_one_begun_midway(dataset, tmp_path):
     fields = dict(data__path=str(dataset), train__steps=4, checkpoint__every=2)
     run = tmp_path / "run"
     training.train(tiny_config(**fields, log__profile_steps=(2, 9)), run)
@@ -194,11 +194,11 @@ def test_a_second_training_in_the_same_directory_is_refused(dataset, tmp_path):
     config = tiny_config(data__path=str(dataset))
     with only_writer(tmp_path / "run"), pytest.raises(UserError, match="another `cem train`"):
         training.train(config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()  # it would be empty
+    assert not (tmp_path / "run").exists()  # since it would be empty
     training.train(config, tmp_path / "run")
 
 
-def test_a_directory_that_cannot_be_made_is_said(dataset, tmp_path):
+def test_a_directory_that_cannot_be_made_is_reported(dataset, tmp_path):
     (tmp_path / "file").write_text("")
     for workdir in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UserError, match=r"--workdir .* cannot be made"):
@@ -223,7 +223,7 @@ def put_a_file_there(run):
 
 
 @pytest.mark.parametrize("lose", [lose_lists, lose_checkpoints, put_a_file_there])
-def test_a_run_that_lost_its_checkpoints_does_not_begin_again(lose, dataset, whole, tmp_path):
+def test_a_run_that_lost_its_checkpoints_does_not_restart(lose, dataset, whole, tmp_path):
     run = shutil.copytree(whole[0], tmp_path / "run")
     message = lose(run)
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
@@ -232,7 +232,7 @@ def test_a_run_that_lost_its_checkpoints_does_not_begin_again(lose, dataset, who
     assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*")}
 
 
-def test_what_no_save_has_ended_may_begin_again(tmp_path):
+def test_a_run_without_a_finished_save_may_restart(tmp_path):
     (tmp_path / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir(parents=True)
     write = '{"step": %d, "kind": "train"}\n'
     (tmp_path / "metrics.jsonl").write_text("".join(write % step for step in range(1, 7)))
@@ -242,7 +242,7 @@ def test_what_no_save_has_ended_may_begin_again(tmp_path):
         require_nothing_lost(tmp_path, [], tiny_config())
 
 
-def test_a_run_directory_that_goes_while_the_run_is_in_it(dataset, tmp_path, monkeypatch):
+def test_a_run_directory_that_is_removed_during_the_run(dataset, tmp_path, monkeypatch):
     unpatched = loop.Loop._save
 
     def save(self, state, position, metric):
@@ -256,7 +256,7 @@ def test_a_run_directory_that_goes_while_the_run_is_in_it(dataset, tmp_path, mon
         training.train(tiny_config(data__path=str(dataset)), tmp_path / "run")
 
 
-def test_the_final_checkpoint_competes_by_what_the_others_were_measured_by(whole):
+def test_the_final_checkpoint_competes_by_the_measure_of_the_others(whole):
     final = Reader(whole[0] / "checkpoints").info(8)
     lines = [line for line in read_metrics(whole[0]) if line["kind"] == "eval"]
     assert final.measure == "validation: 8 windows of 32 tokens"
@@ -275,13 +275,13 @@ def test_what_a_killed_writer_left_is_cleared(dataset, tmp_path):
     assert [p.name for p in tmp_path.glob(".*")] == [".config.json.old"]
 
 
-def test_a_deep_config_is_no_traceback(dataset, tmp_path):
+def test_a_deep_config_gives_no_traceback(dataset, tmp_path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(UserError, match=r"config\.json: not JSON"):
         training.train(tiny_config(data__path=str(dataset), train__steps=1), tmp_path)
 
 
-def test_the_first_lines_say_what_is_coming(dataset, tmp_path):
+def test_the_first_lines_announce_the_run(dataset, tmp_path):
     told = io.StringIO()
     training.train(tiny_config(data__path=str(dataset), train__steps=1), tmp_path, stream=told)
     lines = told.getvalue().splitlines()
@@ -289,7 +289,7 @@ def test_the_first_lines_say_what_is_coming(dataset, tmp_path):
     assert re.fullmatch(r"compiling, then [\d.e-]+ TFLOP per step", lines[1])
 
 
-def test_what_the_checkpoint_recorded_counts_not_an_edited_config(dataset, whole, tmp_path):
+def test_the_checkpoints_record_overrides_an_edited_config(dataset, whole, tmp_path):
     run = shutil.copytree(whole[0], tmp_path / "run")
     config = tiny_config(data__path=str(dataset))
     path = run / "config.json"

@@ -64,7 +64,7 @@ def test_what_json_cannot_hold_is_refused(tmp_path, value):
     assert read_metrics(tmp_path) == []
 
 
-def test_each_step_stands_once_after_resumes(tmp_path):
+def test_each_step_appears_once_after_resumes(tmp_path):
     write(tmp_path, 0, *range(1, 8))
     write(tmp_path, 4, *range(5, 7))
     write(tmp_path, 5, *range(6, 11))
@@ -74,7 +74,7 @@ def test_each_step_stands_once_after_resumes(tmp_path):
     assert steps(tmp_path) == [1, 2]
 
 
-def test_what_is_due_again_stands_once(tmp_path):
+def test_what_is_written_again_appears_once(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=True, resume_step=0) as writer:
         writer.write("event", 0, event="initialised", taken=3)
         writer.write("train", 3, loss=2.0)
@@ -140,7 +140,7 @@ def test_tensorboard_being_a_file_is_a_warning(tmp_path, capsys):
     assert steps(tmp_path) == [1] and (tmp_path / "tensorboard").read_text() == "mine"
 
 
-def test_a_full_disk_is_told_by_the_files_name(tmp_path):
+def test_a_full_disk_is_reported_with_the_file(tmp_path):
     with (
         pytest.raises(RunFailed, match=r"metrics\.jsonl: cannot be written: No space left"),
         MetricsWriter(tmp_path, tensorboard=False, resume_step=0) as writer,
@@ -150,7 +150,7 @@ def test_a_full_disk_is_told_by_the_files_name(tmp_path):
         writer.write("train", 1, loss=2.0)
 
 
-def test_what_may_not_be_written_is_the_users_to_put_right(tmp_path):
+def test_missing_permission_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be written: "):
         MetricsWriter(tmp_path / "file", tensorboard=False, resume_step=0)
@@ -170,7 +170,7 @@ def test_lines_survive_a_kill(tmp_path):
 
 
 def events(folder):
-    """The events below folder in order, read by protobuf alone."""
+    """Return the events below folder in order, read by protobuf alone."""
     from tensorboardX.proto.event_pb2 import Event
 
     for path in sorted(folder.iterdir()):
@@ -182,7 +182,7 @@ def events(folder):
 
 
 def left_by_tensorboard(folder):
-    """{tag: [(step, value)]}, less what a later start at that step or before it discards."""
+    """Return {tag: [(step, value)]} without what a later start at or before that step discards."""
     found = {}
     for event in events(folder):
         if event.HasField("session_log"):

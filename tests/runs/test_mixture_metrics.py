@@ -1,4 +1,4 @@
-"""Training on a mixture of named sources: what the metrics say of each."""
+"""Metrics per source when training on a mixture."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from cem_jax.runs.training import train
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
-    """Two sources, one much larger than the other, and held-out documents of both."""
+    """Two sources, one much larger than the other, with held-out documents of both."""
     folder = tmp_path_factory.mktemp("sources")
     model = tiny_dataset(folder).parent / "tokenizer.model"
     for split, count in (("train", 40), ("validation", 8)):

@@ -1,4 +1,4 @@
-"""Runs in an object store: a stand-in for Google's on this machine, which has no rename."""
+"""Runs in an object store without rename: a local stand-in for Google's."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ pytest.importorskip("gcsfs", reason="gcsfs, which reads gs://, is not installed:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """The environment in which gs:// leads to a store on this machine."""
+    """The environment in which gs:// is a local store."""
     address = tmp_path_factory.mktemp("store") / "address"
     server = subprocess.Popen([sys.executable, str(TESTS / "runs" / "fake_gcs.py"), str(address)])
     deadline = time.monotonic() + 60
@@ -68,12 +68,12 @@ SAVES = """
         checkpoints.wait()
         assert checkpoints.steps() == [2, 3], checkpoints.steps()
         assert_same(checkpoints.restore(None, abstract(make_state()))[0], make_state(3))
-        checkpoints.save(make_state(9), Position(3))  # again: the first one stays whole until then
+        checkpoints.save(make_state(9), Position(3))  # again: the first stays complete until then
         assert checkpoints.steps() == [2, 3]
         checkpoints.wait()
     with opened() as checkpoints:
         assert_same(checkpoints.restore(3, abstract(make_state()))[0], make_state(9))
-    # Copied by a tool that leaves out what it does not know: the list of sums is what counts.
+    # As if copied by a tool that skips unknown files: only the checksum list counts.
     for depth in ("*", "*/*"):
         for marker in list(paths.place(url).glob(f"{depth}/commit_success.txt")):
             marker.unlink()
@@ -129,7 +129,7 @@ AFTER = """
 
 
 @pytest.mark.slow
-def test_killed_amid_a_removal(store):
+def test_killed_during_a_removal(store):
     run(store, REMOVAL, status=-signal.SIGKILL)
     assert run(store, AFTER).stdout == "3\n"
 

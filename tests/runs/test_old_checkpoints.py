@@ -22,7 +22,7 @@ EVALUATED_AT_THE_END = 5.563584466375227
 
 @pytest.fixture
 def run(tmp_path):
-    """A copy of the old run; its configuration names the old dataset where it now is."""
+    """A copy of the old run, whose configuration names the old dataset's present path."""
     shutil.copytree(FIXTURES / "old_run", tmp_path / "run")
     path = tmp_path / "run" / "config.json"
     values = json.loads(path.read_text())

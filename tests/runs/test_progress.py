@@ -53,7 +53,7 @@ def test_compilation_is_not_counted(clock):
     assert rate.seconds_ahead == pytest.approx(2.0)
 
 
-def test_pauses_count_for_the_eta_only(clock):
+def test_pauses_count_only_for_the_eta(clock):
     rate = Throughput(100, clock=clock)
     run(rate, clock, 1)
     for _ in range(5):
@@ -102,7 +102,7 @@ def test_lines_come_every_few_seconds_and_at_the_end(clock):
     ]
 
 
-def test_what_goes_on_between_steps_is_told_as_often(clock):
+def test_work_between_steps_is_shown_as_often(clock):
     stream = io.StringIO()
     progress = Progress(10, 100, stream, every=5, clock=clock)
     progress.update(1, loss=1.0, learning_rate=1e-3)

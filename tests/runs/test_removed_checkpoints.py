@@ -1,4 +1,4 @@
-"""Checkpoints that are removed beside a reader, by a training, and beside a training, by hand."""
+"""Checkpoints removed by training while a reader works, and by hand during training."""
 
 import shutil
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_may_be_removed_while_it_is_checked(opened, reader, lines, 
     assert lines == []
 
 
-def test_one_that_was_asked_for_and_is_removed_is_not_called_damaged(opened, reader, lines):
+def test_a_requested_one_that_is_removed_is_not_called_damaged(opened, reader, lines):
     writer = opened(keep=1, keep_best=False)
     save_all(writer, 1)
     found = reader()
@@ -71,7 +71,7 @@ def test_one_that_was_asked_for_and_is_removed_is_not_called_damaged(opened, rea
     assert lines == []
 
 
-def test_a_damaged_one_is_still_told_from_a_removed_one(opened, reader, lines, tmp_path):
+def test_a_damaged_one_is_distinguished_from_a_removed_one(opened, reader, lines, tmp_path):
     save_all(opened(), 1, 2)
     found = reader()
     (tmp_path / "c" / "2" / "state" / "_METADATA").unlink()
@@ -79,7 +79,7 @@ def test_a_damaged_one_is_still_told_from_a_removed_one(opened, reader, lines, t
     assert "checkpoint 2 in" in lines[0] and "_METADATA is missing" in lines[0]
 
 
-def test_retention_goes_on_when_checkpoints_were_removed_by_hand(opened, lines, tmp_path):
+def test_retention_continues_when_checkpoints_were_removed_by_hand(opened, lines, tmp_path):
     writer = opened(keep=2)
     writer.save(make_state(1), checkpoints.Position(1), 1.0)  # the best
     for step in (2, 3, 4):
@@ -90,14 +90,14 @@ def test_retention_goes_on_when_checkpoints_were_removed_by_hand(opened, lines, 
         shutil.rmtree(tmp_path / "c" / name)
     writer.save(make_state(5), checkpoints.Position(5), 5.0)
     writer.wait()
-    assert writer.steps() == [3, 5] and lines == []  # the newest two there are; 3 is the best too
+    assert writer.steps() == [3, 5] and lines == []  # the newest two; 3 is also the best
     shutil.rmtree(tmp_path / "c" / "5")
     shutil.rmtree(tmp_path / "c" / "3")
     save_all(writer, 6)
     assert writer.steps() == [6] and lines == []
 
 
-def test_a_training_goes_on_when_its_newest_checkpoint_is_removed(dataset, tmp_path):
+def test_training_continues_when_its_newest_checkpoint_is_removed(dataset, tmp_path):
     removed = []
 
     def remove(done):

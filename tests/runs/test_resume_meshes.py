@@ -1,4 +1,4 @@
-"""One run over a chain of machines: other device counts and meshes, the same state and losses."""
+"""One run over a chain of device counts and meshes has the same state and losses."""
 
 import hashlib
 import json
@@ -53,7 +53,7 @@ MACHINE = """
 
 
 def digest_of(workdir, step, config):
-    """Of the state of a checkpoint, as one device reads it."""
+    """Return the digest of a checkpoint's state, as one device reads it."""
     mesh = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "context"))
     with Writer(workdir / "checkpoints", keep=20, keep_best=True) as checkpoints:
         state = checkpoints.restore(step, abstract_state(config, mesh))[0]

@@ -1,4 +1,4 @@
-"""What counts as a checkpoint, as the best one, and as damaged for good."""
+"""Which directories are checkpoints, which is the best, and which are lastingly damaged."""
 
 import errno
 import shutil
@@ -13,7 +13,7 @@ from cem_jax.runs.position import Position
 
 
 def fail_to_read(patch, part):
-    """As if the disk or network lost what lies in `part` for a while."""
+    """Simulate a disk or network that cannot read `part` for a while."""
     real = integrity._digest
 
     def digest(directory, name):
@@ -34,18 +34,18 @@ def test_one_that_cannot_be_read_for_a_while_stays(opened, lines, tmp_path, monk
         save_all(checkpointer, 5)
     assert checkpointer.steps() == [5] and (tmp_path / "c" / "6").exists()
     assert opened().restore(None, abstract(make_state()))[1].step == 6
-    save_all(checkpointer, 6, 7)  # written anew, it is one as any other
+    save_all(checkpointer, 6, 7)  # rewritten, it is like any other
     assert opened().steps() == [7]
 
 
-def test_damage_is_looked_for_again_before_it_is_removed(opened, lines, tmp_path):
+def test_damage_is_checked_again_before_removal(opened, lines, tmp_path):
     save_all(opened(), 1, 2)
     metadata = tmp_path / "c" / "2" / "info" / "metadata"
     content = metadata.read_bytes()
     metadata.write_bytes(b"")
     checkpointer = opened(keep=1, keep_best=False)
     assert checkpointer.restore(None, abstract(make_state()))[1].step == 1
-    metadata.write_bytes(content)  # as a cache that showed something old
+    metadata.write_bytes(content)  # like a cache that served old content
     save_all(checkpointer, 3)
     assert "checkpoint 2 in" in lines[-1] and "stays" in lines[-1]
     assert opened().steps() == [2, 3]
@@ -63,7 +63,7 @@ def test_a_renamed_one_is_not_taken_for_another_step(opened, lines, tmp_path):
     assert (tmp_path / "c" / "9").exists()
 
 
-def test_the_fallback_is_told_whatever_file_is_damaged(opened, lines, tmp_path):
+def test_the_fallback_is_reported_whatever_file_is_damaged(opened, lines, tmp_path):
     save_all(opened(), 1, 2)
     (tmp_path / "c" / "2" / "checksums.sha256").write_text("")
     checkpointer = opened()
@@ -90,10 +90,10 @@ def test_the_best_is_whole(opened, lines, tmp_path):
     checkpointer.save(make_state(4), Position(4), 4.0)
     checkpointer.wait()
     assert "checkpoint 1 in" in lines[0] and "state/_METADATA has been altered" in lines[0]
-    assert opened().steps() == [2, 3, 4]  # the best of the sound ones, and the newest two
+    assert opened().steps() == [2, 3, 4]  # the best undamaged one, and the newest two
 
 
-def test_a_run_directory_that_is_gone_does_not_come_again(tmp_path):
+def test_a_removed_run_directory_is_not_recreated(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     with Writer(run / "checkpoints", keep=1, keep_best=False) as checkpointer:
@@ -108,7 +108,7 @@ def test_what_was_complete_once(opened, tmp_path):
     save_all(opened(), 1, 2)
     assert opened().once_complete == []
     (tmp_path / "c" / "1" / "checksums.sha256").unlink()
-    (tmp_path / "c" / "5").mkdir()  # anybody's
+    (tmp_path / "c" / "5").mkdir()  # not ours
     (tmp_path / "c" / "6.orbax-checkpoint-tmp").mkdir()  # killed while saving
     (tmp_path / "c" / "6.orbax-checkpoint-tmp" / "x").write_text("")
     assert opened().once_complete == ["1"]
@@ -121,10 +121,10 @@ def test_names_that_are_no_steps(opened, tmp_path):
     assert opened().steps() == [2]
     save_all(opened(keep=1, keep_best=False), 3)
     assert opened().steps() == [3]
-    assert len(list((tmp_path / "c").iterdir())) == 4  # whose ever they are, they stay
+    assert len(list((tmp_path / "c").iterdir())) == 4  # foreign directories stay
 
 
-def test_what_it_says_of_itself(opened, tmp_path):
+def test_metadata(opened, tmp_path):
     save_all(opened(keep_every=2), 2)
     info = opened().info(2)
     assert info.milestone and info.position == Position(2, loss=2.0)

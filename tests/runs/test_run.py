@@ -1,4 +1,4 @@
-"""Reading a run directory, and what is said where there is none."""
+"""Opening run directories, and errors where there is none."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_the_newest_checkpoint_or_the_one_asked_for(workdir, tokenizer):
     assert files_of(workdir) == before
 
 
-def test_an_unknown_step_names_those_there_are(workdir):
+def test_an_unknown_step_lists_the_existing_ones(workdir):
     with pytest.raises(UserError, match=r"no complete checkpoint 5 .*there are: 3, 7"):
         Run.open(workdir, 5)
 
@@ -70,7 +70,7 @@ def test_no_checkpoint_yet(tmp_path, tokenizer):
     assert sorted(path.name for path in workdir.iterdir()) == ["config.json", "tokenizer.model"]
 
 
-def test_what_is_no_run(tmp_path):
+def test_directories_that_are_no_run(tmp_path):
     with pytest.raises(UserError, match=r"nowhere does not exist"):
         Run.open(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"no config.json, only nothing"):
@@ -129,7 +129,7 @@ def test_a_directory_in_place_of_the_config(workdir):
 
 
 def change_config(workdir, **fields):
-    """As a hand that edits config.json would; `model__dim` is model.dim."""
+    """Edit config.json; `model__dim` is model.dim."""
     path = workdir / "config.json"
     values = json.loads(path.read_text())
     for name, value in fields.items():
@@ -160,7 +160,7 @@ def test_the_checkpoints_own_model_is_opened_and_an_edited_field_is_named(record
     assert "model.attention.tau: '3.5' -> " in line and "data.context: 8 -> 16" in line
 
 
-def test_fields_that_change_no_result_are_those_of_config_json(recorded, capsys):
+def test_fields_that_change_no_result_come_from_config_json(recorded, capsys):
     change_config(recorded, data__path="/elsewhere", model__attention__implementation="dense")
     config = Run.open(recorded).config
     assert config.data.path == "/elsewhere" and config.model.attention.implementation == "dense"

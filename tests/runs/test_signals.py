@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT in every phase of a run; what comes after is as if nothing had happened."""
+"""SIGTERM and SIGINT in every phase of a run; resuming gives the undisturbed result."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ def whole(dataset, tmp_path_factory):
 
 
 def busy_without_python(seconds: float) -> None:
-    """Holds the main thread where Python runs no signal handler, as a compilation does."""
+    """Block the main thread where Python runs no signal handler, as compilation does."""
     end = time.monotonic() + seconds
     rounds = 200_000
     while time.monotonic() < end:
@@ -49,7 +49,7 @@ def stopped(grace):
     )
 
 
-def test_a_signal_is_heard_and_the_time_watched_while_python_cannot_act():
+def test_a_signal_and_its_deadline_work_while_python_is_blocked():
     stop, ends, lines = stopped(0.2)
     stop.something_to_save()
     began = time.monotonic()
@@ -74,7 +74,7 @@ def test_a_second_signal_changes_nothing():
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
-def test_what_schedulers_send_saves_and_ends(name, dataset, tmp_path):
+def test_signals_of_schedulers_save_and_end(name, dataset, tmp_path):
     number = signal.Signals[name]
     config = tiny_config(data__path=str(dataset), **SHORT)
     announce = lambda done: os.kill(os.getpid(), number) if done == 3 else None
@@ -98,7 +98,7 @@ def test_a_hangup_stays_ignored_under_nohup():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_handlers_are_put_back():
+def test_the_handlers_are_restored():
     before = [signal.getsignal(number) for number in SIGNALS]
     with watched(stopped(1)[0]):
         assert signal.getsignal(TERM) != before[1]
@@ -135,7 +135,7 @@ def in_a_step(patch, at):
 
 
 def while_saving(patch, at):
-    """In Orbax's thread, while the main one goes on, or waits for the last save."""
+    """Signal in Orbax's thread, while the main thread continues or waits for the last save."""
     unpatched = checkpoints.write_checksums
 
     def write(directory):
@@ -151,7 +151,7 @@ def while_saving(patch, at):
     ("phase", "at", "status"),
     [
         pytest.param(in_a_step, 2, 143, marks=pytest.mark.slow),
-        (in_a_step, 6, 143),  # the final validation is made up for
+        (in_a_step, 6, 143),  # the final validation is repeated
         (while_validating, 3, 143),
         pytest.param(while_validating, 6, 143, marks=pytest.mark.slow),
         (while_saving, 2, 143),
@@ -178,7 +178,7 @@ def test_a_signal_saves_and_ends(phase, at, status, dataset, whole, tmp_path):
     assert read_metrics(run)[-1]["kind"] == "eval"
 
 
-def test_a_signal_saves_though_nobody_reads_what_is_told(dataset, tmp_path):
+def test_a_signal_saves_even_if_nobody_reads_stderr(dataset, tmp_path):
     fields = FIELDS | {
         "data.path": str(dataset),
         "train.steps": 100_000,
@@ -201,14 +201,14 @@ def test_a_signal_saves_though_nobody_reads_what_is_told(dataset, tmp_path):
         assert found.latest_step() == read_metrics(tmp_path / "run")[-1]["step"] >= 50
 
 
-def test_an_owed_validation_stands_once_however_often_it_is_made_up_for(dataset, whole, tmp_path):
+def test_an_owed_validation_is_recorded_once_however_often_it_is_repeated(dataset, whole, tmp_path):
     config = tiny_config(data__path=str(dataset), **SHORT)
     run = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         while_validating(patch, 3)
         with pytest.raises(SystemExit):
             training.train(config, run)
-    for _ in range(2):  # broken off between the validation and the save that tells of it
+    for _ in range(2):  # interrupted between the validation and the save that records it
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop.Loop, "_save", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -217,7 +217,7 @@ def test_an_owed_validation_stands_once_however_often_it_is_made_up_for(dataset,
     assert_same_run(run, whole, config)
 
 
-def test_a_signal_while_the_processes_meet_ends_one_soon(dataset, tmp_path):
+def test_a_signal_during_the_rendezvous_ends_a_process_soon(dataset, tmp_path):
     command = [sys.executable, "-m", "cem_jax", "train", "--config", BASE, "--workdir"]
     fields = FIELDS | {"data.path": str(dataset)}
     command += [str(tmp_path / "run"), *(f"--config.{k}={v}" for k, v in fields.items())]
@@ -244,7 +244,7 @@ COMPILING = """
     unpatched = loop.jitted_step
 
     def jitted(*args):
-        # from the first call on, which compiles for seconds: nothing is there to be loaded
+        # from the first call, which compiles for seconds since nothing is cached
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
         print(time.time(), flush=True)
         return unpatched(*args)

@@ -1,4 +1,4 @@
-"""The soak's own checks find what they are there to find."""
+"""The soak test's checks detect faults."""
 
 import json
 import sys
@@ -69,9 +69,9 @@ def record(workdir, steps, evals):
     ("steps", "evals", "count"),
     [
         (range(1, 101), (50, 100), 0),
-        ([*range(1, 101), 40], (50, 100), 1),  # one twice
+        ([*range(1, 101), 40], (50, 100), 1),  # one repeated
         (range(2, 101), (50, 100), 1),
-        (range(1, 101), (50,), 2),  # no final evaluation: it lacks, and is not last
+        (range(1, 101), (50,), 2),  # no final evaluation: missing, and not last
     ],
 )
 def test_the_record_is_checked(steps, evals, count, tmp_path):
@@ -104,13 +104,13 @@ def test_one_flipped_bit_of_a_state_is_found(tmp_path, monkeypatch):
         (soak.KILL, [-9, 1], 5, 1, True),
         (soak.TERM, [143, 143], 5, 1, True),
         (soak.TERM, [143, 1], 5, 1, False),
-        (soak.TERM, [-15, 1], 0, 1, True),  # before its handlers were there
+        (soak.TERM, [-15, 1], 0, 1, True),  # before its handlers were installed
         (soak.TERM, [143], 5, 100, False),
         (soak.TERM, [None], 5, 1, False),
         (None, [1], 5, 1, False),
     ],
 )
-def test_ends_are_judged(sent, statuses, steps, seconds, fine):
+def test_exits_are_judged(sent, statuses, steps, seconds, fine):
     attempt = SimpleNamespace(
         steps=lambda: steps, seconds_to_end=lambda: seconds, output=lambda: "what it said"
     )

@@ -1,4 +1,4 @@
-"""Compares a run that was stopped or killed with one that nothing disturbed."""
+"""Compare a stopped or killed run with an undisturbed one."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ TIMING = {"tokens_per_second", "step_seconds", "data_wait_fraction"}
 
 
 def final_state(workdir, config):
-    """The state of the newest checkpoint, on one device."""
+    """Return the state of the newest checkpoint, on one device."""
     mesh = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "context"))
     with Writer(workdir / "checkpoints", keep=2, keep_best=True) as checkpoints:
         state, _ = checkpoints.restore(None, abstract_state(config, mesh))
@@ -26,7 +26,7 @@ def without_timing(workdir):
 
 
 def assert_same_run(ours, theirs, config):
-    """Bit-identical states, and the same lines of metrics, each step once."""
+    """Check that states are bit-identical, and metrics equal, with each step once."""
     pairs = zip(
         jax.tree.leaves(final_state(ours, config)),
         jax.tree.leaves(final_state(theirs, config)),

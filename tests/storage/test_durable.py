@@ -38,7 +38,7 @@ def test_the_umask_decides_who_may_read(tmp_path, umask):
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~umask
 
 
-def test_a_failure_amid_the_content_leaves_the_file_as_it_was(tmp_path):
+def test_a_failure_within_the_content_leaves_the_file_unchanged(tmp_path):
     path = tmp_path / "a"
     write_durably(path, b"one")
 
@@ -58,7 +58,7 @@ def test_an_object_is_written_whole():
     assert sha256_of(any_path("memory://durable/a")) == hashlib.sha256(b"ab").hexdigest()
 
 
-def test_what_may_not_be_written_is_the_users_to_put_right(tmp_path):
+def test_missing_permission_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "config.json").mkdir()
     for path in (tmp_path / "file" / "config.json", tmp_path / "config.json"):
@@ -69,7 +69,7 @@ def test_what_may_not_be_written_is_the_users_to_put_right(tmp_path):
         write_durably(tmp_path / "absent" / "a", b"{}")
 
 
-def test_what_a_killed_process_left_is_cleared(tmp_path):
+def test_leftovers_of_a_killed_process_are_cleared(tmp_path):
     for name in (".a.123", ".a.swp", ".ab.123", "a"):
         (tmp_path / name).write_text("")
     clear_scratch(tmp_path / "a")

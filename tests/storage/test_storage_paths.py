@@ -12,7 +12,7 @@ from cem_jax.storage.paths import any_path, entries, files_below, is_url, place,
 
 @pytest.fixture(params=["local", "memory"])
 def root(request, tmp_path):
-    """A directory, and one in fsspec's store in memory."""
+    """A local directory, and one in fsspec's memory store."""
     if request.param == "local":
         yield tmp_path
         return
@@ -54,7 +54,7 @@ def test_urls_keep_their_names():
         ("abfs://host/x", "abfs://host/x: .*pip install"),
     ],
 )
-def test_urls_that_nothing_reads(url, words):
+def test_urls_that_cannot_be_read(url, words):
     with pytest.raises(UserError, match=words):
         any_path(url)
 
@@ -70,7 +70,7 @@ def test_a_local_url_is_named_without_its_prefix():
         place("file:///a/run")
 
 
-def test_what_a_directory_holds(root):
+def test_entries_of_a_directory(root):
     fill(root / "d", "b", "a", "sub/c")
     assert [path.name for path in entries(root / "d")] == ["a", "b", "sub"]
     assert sorted(files_below(root / "d")) == ["a", "b", "sub/c"]
@@ -84,7 +84,7 @@ def test_a_directory_is_removed(root):
     assert [path.name for path in entries(root)] == ["4"]
 
 
-def test_a_removal_that_was_broken_off(root, monkeypatch):
+def test_an_interrupted_removal(root, monkeypatch):
     fill(root / "3", "a", "sub/b")
 
     def die(_):
@@ -109,7 +109,7 @@ def test_a_directory_is_set_aside(root):
     assert (root / "3.replaced" / "sub" / "b").read_text() == "sub/b"
 
 
-def test_drivers_errors_are_told_in_a_line():
+def test_drivers_errors_take_one_line():
     class Strange(Exception):
         pass
 
