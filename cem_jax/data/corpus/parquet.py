@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from cem_jax.data.corpus.compression import PACKINGS, BadFile, ByteStream, refuse_other_content
+from cem_jax.errors import UserError
 from cem_jax.storage.paths import AnyPath, reading
 
 _ROWS, _BYTES = 64, 2 << 20  # decoded at a time, whichever is less
@@ -46,11 +47,28 @@ def _seekable(path: AnyPath) -> Iterator[BinaryIO]:
         with raw:
             yield raw
         return
-    with ByteStream(path) as stream, tempfile.TemporaryFile() as raw:
+    with ByteStream(path) as stream, contextlib.ExitStack() as held:
+        with _temporary(path):
+            raw = held.enter_context(tempfile.TemporaryFile())
         for chunk in stream:
-            raw.write(chunk)
-        raw.seek(0)
+            with _temporary(path):
+                raw.write(chunk)
+        with _temporary(path):
+            raw.seek(0)
         yield raw
+
+
+@contextlib.contextmanager
+def _temporary(path: AnyPath) -> Iterator[None]:
+    """Turn errors of writing the unpacked copy into a UserError that names TMPDIR."""
+    try:
+        yield
+    except OSError as error:
+        folder = tempfile.tempdir or "the temporary directory"
+        raise UserError(
+            f"TMPDIR ({folder}): cannot hold {path} unpacked: {error.strerror or error}; "
+            "set TMPDIR to a directory with more space"
+        ) from None
 
 
 def _rows(table: Any, text: str, source: str | None) -> Iterator[tuple[int, bytes | None, Any]]:

@@ -232,3 +232,17 @@ def test_parquet_faults(tmp_path):
     raw = pa.array([b"good", b"\xff\xfe"], pa.binary())
     pq.write_table(pa.table({"text": raw}), path)
     assert read(path) == [(1, "good"), (2, "!invalid_utf8")]
+
+
+def test_a_full_tmpdir_is_named(tmp_path, monkeypatch):
+    import gzip
+
+    from cem_jax.data.corpus import parquet
+    from cem_jax.errors import UserError
+
+    full = lambda: open("/dev/full", "w+b", buffering=0)  # noqa: SIM115 (closed with the stack)
+    monkeypatch.setattr(parquet.tempfile, "TemporaryFile", full)
+    path = tmp_path / "a.parquet.gz"
+    path.write_bytes(gzip.compress(b"PAR1" * 100))
+    with pytest.raises(UserError, match=r"TMPDIR .*a\.parquet\.gz unpacked: No space left"):
+        list(parquet.parquet_rows(path, "text", None, lambda at: None))
