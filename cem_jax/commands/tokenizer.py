@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from cem_jax.commands.arguments import COUNT, add_inputs, local_path, number
+from cem_jax.commands.arguments import COUNT, INDEX, add_inputs, local_path, number, text
 
 
 def add(commands: Any) -> None:
@@ -26,6 +26,21 @@ def add(commands: Any) -> None:
         help="megabytes of text to train on, in equal shares from all files, spread over the whole "
         "of each; training needs about 20 times that in memory (default: %(default)s)",
     )
+    command.add_argument(
+        "--symbols",
+        type=text,
+        nargs="+",
+        default=(),
+        metavar="TEXT",
+        help="control pieces to add, such as <|user|>; no text is encoded as them",
+    )
+    command.add_argument(
+        "--reserve",
+        type=INDEX,
+        default=0,
+        metavar="N",
+        help="add N more control pieces, <|reserved_0|> and so on, to name later",
+    )
     command.set_defaults(run=run)
 
 
@@ -40,5 +55,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         column=args.text_column,
         model_type=args.model_type,
         sample_bytes=args.sample_mb * 1_000_000,
+        symbols=[*args.symbols, *(f"<|reserved_{i}|>" for i in range(args.reserve))],
         out=sys.stderr if args.json else sys.stdout,
     )

@@ -37,6 +37,7 @@ def train_tokenizer(
     column: str = "text",
     model_type: str = "bpe",
     sample_bytes: int = SAMPLE_BYTES,
+    symbols: Sequence[str] = (),
     out: TextIO = sys.stdout,
 ) -> dict[str, Any]:
     """Train a tokenizer on a sample of a corpus, without its validation and test folders.
@@ -51,7 +52,7 @@ def train_tokenizer(
     files = find_files(inputs).files
     training = [file for file in files if file.split in (None, "train")] or files
     documents = sample_documents(training, column=column, sample_bytes=sample_bytes)
-    tokenizer = Tokenizer(train_model(documents, vocab_size, model_type))
+    tokenizer = Tokenizer(train_model(documents, vocab_size, model_type, symbols))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_durably(output, tokenizer.model_bytes)
@@ -78,11 +79,18 @@ def train_tokenizer(
     return result
 
 
-def train_model(documents: Iterable[str], vocab_size: int, model_type: str = "bpe") -> bytes:
+def train_model(
+    documents: Iterable[str],
+    vocab_size: int,
+    model_type: str = "bpe",
+    symbols: Sequence[str] = (),
+) -> bytes:
     """Return a serialized SentencePiece model with byte fallback; unk 0, bos 1, eos 2, no pad.
 
     Nothing is normalized and no space is added, so that text survives exactly. Newlines stay
     inside sentences: pieces such as `):⏎` and runs of indentation are learnt.
+
+    `symbols` become control pieces after these, which no text is encoded as.
 
     Raises UserError when the vocabulary size does not suit the sample.
     """
@@ -105,6 +113,7 @@ def train_model(documents: Iterable[str], vocab_size: int, model_type: str = "bp
             bos_id=1,
             eos_id=2,
             pad_id=-1,
+            control_symbols=list(symbols),
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import sentencepiece
 
+from cem_jax.cli import main
 from cem_jax.data.corpus.files import find_files
 from cem_jax.data.corpus.tokenizer_training import (
     sample_documents,
@@ -97,6 +98,19 @@ def test_it_trains_only_on_the_training_part(tmp_path, texts, capsys):
     assert len(Tokenizer.load(output).encode("Ω")) == 2  # two byte pieces: never seen
     assert capsys.readouterr().out == ""
     assert [path.name for path in output.parent.iterdir()] == ["t.model"]
+
+
+def test_symbols_and_reserved_pieces_are_there_and_no_text_becomes_them(tmp_path, texts):
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    files = ["--input", str(tmp_path / "a.txt"), "--output", str(tmp_path / "t.model")]
+    symbols = ["--symbols", "<|user|>", "<|end|>", "--reserve", "2"]
+    assert main(["tokenizer", *files, "--vocab-size", "400", *symbols]) == 0
+    tokenizer = Tokenizer.load(tmp_path / "t.model")
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model_bytes)
+    marks = ["<|user|>", "<|end|>", "<|reserved_0|>", "<|reserved_1|>"]
+    assert processor.vocab_size() == 400
+    assert [processor.id_to_piece(i) for i in range(3, 7)] == marks
+    assert not {3, 4, 5, 6} & set(tokenizer.encode("".join(marks)))
 
 
 def test_it_reports_bad_input(tmp_path):
