@@ -48,7 +48,7 @@ signals=0
 # shellcheck disable=SC2329 # the trap calls it
 stop() {
     signals=$((signals + 1))
-    { on_all_workers "$halt" || echo "$0: the workers could not be told; try again" >&2; } &
+    { on_all_workers "$halt" || echo "$0: could not reach the workers; try again" >&2; } &
 }
 trap stop HUP INT TERM
 on_all_workers "$train" &

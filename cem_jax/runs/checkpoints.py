@@ -483,9 +483,9 @@ class Writer(Reader):
                 del self._found[step]
 
     def _may_go(self, step: int) -> bool:
-        """Whether retention may remove it: not where it only could not be read for a while.
+        """Return whether retention may remove `step`.
 
-        A damaged one is read once more, and stays unless that finds damage that lasts.
+        A damaged checkpoint is read once more, and stays unless that confirms lasting damage.
         """
         damage = self._found[step].damage
         if damage is None:

@@ -148,9 +148,9 @@ def _read(file: AnyPath) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
 
 def _named(bad: Collection[int]) -> str:
     shown = ", ".join(map(str, list(bad)[:8])) + (", …" if len(bad) > 8 else "")
-    is_none = "is no metrics line" if len(bad) == 1 else "are no metrics lines"
+    problem = "is not a metrics line" if len(bad) == 1 else "are not metrics lines"
     lines = "line" if len(bad) == 1 else "lines"
-    return f"{lines} {shown} {is_none} (an object with step and kind),"
+    return f"{lines} {shown} {problem} (an object with step and kind),"
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

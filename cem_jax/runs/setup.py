@@ -61,7 +61,7 @@ def prepare_run(config: Config) -> Setup:
 
 
 def configure_jax(config: Config) -> None:
-    """Set the number width, the generator and the compile cache; before any computation.
+    """Set the number width, the generator and the compile cache; call before any computation.
 
     Numbers have 64 bits only where the run computes in float64. JAX's variables change neither.
     """
@@ -72,7 +72,7 @@ def configure_jax(config: Config) -> None:
 
 
 def compile_cache(config: Config) -> str | None:
-    """Return log.compile_cache, else JAX_COMPILATION_CACHE_DIR, else the user's; None: none."""
+    """Return log.compile_cache, JAX_COMPILATION_CACHE_DIR or the user's default, or None."""
     named = config.log.compile_cache or os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if named:
         return os.path.expanduser(named)
@@ -84,14 +84,14 @@ def _configure_cache(folder: str | None) -> None:
     """Keep compiled functions in `folder`; warn once if there is none or it cannot be written."""
     jax.config.update("jax_compilation_cache_dir", folder)
     if folder is None:
-        warn("no home directory: nothing compiled is kept (log.compile_cache)")
+        warn("no home directory: compiled functions are not cached (log.compile_cache)")
         return
     show, told = warnings.showwarning, []
 
     def once(message, *args, **kwargs) -> None:
         if not (found := _CACHE_FAILS.match(str(message))):
             show(message, *args, **kwargs)
-        elif not told:  # JAX says it again for each function
+        elif not told:  # JAX repeats it for each function
             told.append(message)
             warn(f"compile cache {folder}: cannot be used: {str(message)[found.end() :]}")
 

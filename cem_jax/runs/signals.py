@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Schedulers announce the end of a job by any of these; SIGHUP also says that a terminal has closed.
+# Schedulers announce the end of a job by any of these; SIGHUP also means a closed terminal.
 _ANNOUNCED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *_ANNOUNCED)
 _COURTESY = 1.0  # seconds for an orderly end if there is nothing to save

@@ -31,11 +31,11 @@ _DOOMED = "removed"  # `<name>.removed` marks `name` as being removed, or is its
 def cache_home() -> Path | None:
     """Return the user's directory of caches; None for a user without a home directory."""
     named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # others are to be ignored, says the XDG specification
+    if os.path.isabs(named):  # the XDG specification says to ignore others
         return Path(named)
     try:
         return Path.home() / ".cache"
-    except RuntimeError:  # neither HOME nor an entry in the list of users, as in some containers
+    except RuntimeError:  # neither HOME nor a passwd entry, as in some containers
         return None
 
 

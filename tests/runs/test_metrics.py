@@ -121,11 +121,11 @@ def test_bad_lines_are_set_aside_and_named(tmp_path, line, capsys):
     before = good + line + b"\n" + good
     file.write_bytes(before)
     assert steps(file) == [1, 1]
-    assert "metrics.jsonl: line 2 is no metrics line" in capsys.readouterr().err
+    assert "metrics.jsonl: line 2 is not a metrics line" in capsys.readouterr().err
     assert file.read_bytes() == before
     write(tmp_path, 1, 2)
     told = capsys.readouterr().err
-    assert "line 2 is no metrics line" in told and "moved to metrics.jsonl.invalid" in told
+    assert "line 2 is not a metrics line" in told and "moved to metrics.jsonl.invalid" in told
     assert steps(file) == [1, 1, 2]
     assert (tmp_path / "metrics.jsonl.invalid").read_bytes() == line + b"\n"
     assert "warning" not in capsys.readouterr().err
