@@ -1,0 +1,1 @@
+"""Runs: their directories, checkpoints, metrics, and the loop that trains."""
