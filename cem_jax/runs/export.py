@@ -57,7 +57,7 @@ def export_run(
     }
     with made_whole(output) as partial:
         write_run_files(partial, run.trained, run.tokenizer.model_bytes)
-        _write_weights(partial / EXPORTED, layer_by_layer(run.parameters), metadata)
+        write_weights(partial / EXPORTED, layer_by_layer(run.parameters), metadata)
         write_checksums(partial)
     files = sorted(str(path) for path in output.iterdir())
     return {"files": files, "parameters": pure.count(run.trained.model), "step": run.step}
@@ -140,19 +140,26 @@ def stacked(arrays: Mapping[str, np.ndarray], config: Config, where: str) -> pur
     return nested(tree)
 
 
-def _write_weights(
+def write_weights(
     path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
 ) -> None:
+    """Write a safetensors file and compare it with `arrays`; raise OSError if that fails."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     try:
         path.touch()
         mode = path.stat().st_mode  # follows the umask; the library would use 0600
-        save_file(dict(arrays), path, metadata={METADATA: json.dumps(metadata)})
+        # The library writes an array's memory as it lies, whatever its order.
+        whole = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+        save_file(whole, path, metadata={METADATA: json.dumps(metadata)})
         path.chmod(mode)
     except SafetensorError as error:  # it wraps an error of the operating system
         raise OSError(str(error)) from error
+    written, _ = read_weights(path)
+    wrong = [n for n in arrays if arrays[n].tobytes() != written[n].tobytes()]
+    if wrong:
+        raise OSError(f"{EXPORTED} holds other values than were written: {wrong[0]}")
 
 
 def read_weights(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -23,7 +23,7 @@ from cem_jax.config import Config
 from cem_jax.errors import UserError
 from cem_jax.model import pure
 from cem_jax.runs.evaluation import evaluate
-from cem_jax.runs.export import export_run, import_run, layer_by_layer
+from cem_jax.runs.export import export_run, import_run, layer_by_layer, write_weights
 from cem_jax.runs.generation import generate_text
 from cem_jax.runs.run import Run
 
@@ -98,6 +98,14 @@ def test_there_and_back_is_bit_identical(name, tokenizer, tmp_path):
     output(tmp_path / "again", tmp_path / "out2")
     for file in ("model.safetensors", "config.json", "tokenizer.model", "checksums.sha256"):
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "out2" / file).read_bytes()
+
+
+def test_arrays_in_fortran_order_are_written_with_their_values(tmp_path):
+    array = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
+    write_weights(tmp_path / "w", {"a": array, "b": array[:, ::2]}, {})
+    read = load_file(tmp_path / "w")
+    np.testing.assert_array_equal(read["a"], array)
+    np.testing.assert_array_equal(read["b"], array[:, ::2])
 
 
 @pytest.mark.parametrize("fields", [*MODELS.values(), {"step_norm": "separate"}])
