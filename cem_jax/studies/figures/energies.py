@@ -1,7 +1,7 @@
 """Pictures of how a run's layers descended, from the `energies` lines of its metrics.
 
-A heat map of each quantity over layer and step t, at the last such line; and the energy over t, one
-curve a layer.
+Heat maps of each quantity over layer and step t, at the last such line; and the energy over t, one
+curve per layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from cem_jax.runs.metrics import FILE_NAME, read_metrics
 from cem_jax.storage.paths import AnyPath, entries
 from cem_jax.studies.figures.pictures import canvas
 
-# Fields of a line that are lists over layer and t, with how a picture calls them.
+# Fields of a line that are lists over layer and t, with their labels in a picture.
 QUANTITIES = {
     "energy_change": "ΔE",
     "rise_fraction": "share of tokens whose energy rose",
@@ -28,7 +28,7 @@ SUBLAYERS = ("attention", "mlp")
 
 
 def energy_lines(workdir: AnyPath) -> dict[str, list[dict[str, Any]]]:
-    """The `energies` lines of each run in the folders of `workdir`, and of itself, by name."""
+    """Return the `energies` lines of `workdir` and of each run in its folders, by run name."""
     folders = [workdir, *(path for path in entries(workdir) if path.is_dir())]
     found = {}
     for folder in folders:
@@ -40,7 +40,7 @@ def energy_lines(workdir: AnyPath) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw_energies(name: str, lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
-    """A PNG: a row for each CEM sublayer, its energy over t and then its heat maps."""
+    """Draw a PNG with a row per CEM sublayer: its energy over t, then its heat maps."""
     last = lines[-1]
     sublayers = [sublayer for sublayer in SUBLAYERS if sublayer in last]
     shown = [q for q in QUANTITIES if any(_filled(last[s].get(q)) for s in sublayers)]
@@ -55,7 +55,7 @@ def draw_energies(name: str, lines: Sequence[Mapping[str, Any]], picture: Path) 
 
 
 def eigenvalue_table(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """{sublayer, layer, smallest, largest} eigenvalue of each preconditioner, at the last line."""
+    """Return {sublayer, layer, smallest, largest}: eigenvalues per preconditioner, last line."""
     last = lines[-1]
     return [
         {"sublayer": sublayer, "layer": layer, "smallest": smallest, "largest": largest}

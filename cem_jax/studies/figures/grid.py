@@ -1,7 +1,7 @@
-"""What a figure compares: arms at each model size, learning rates and seeds, as runs with names.
+"""The grid of runs that a figure compares: arms at each model size, learning rates and seeds.
 
 A figure's file defines `get_sweep(size)`, which returns a `Sweep`; configs/paper/ has the paper's.
-Two runs with the same resolved configuration are one run, whichever figures they belong to.
+Runs with the same resolved configuration are one run, whichever figures they belong to.
 """
 
 import functools
@@ -23,7 +23,7 @@ BASE = Path(__file__).resolve().parents[3] / "configs" / "base.py"
 LEARNING_RATE = "optimizer.learning_rate"
 SEEDS = ("seed", "data.shuffle_seed")
 
-# What test perplexity is drawn over: the number of parameters; the steps of recursion T; the
+# The x axis of test perplexity: the number of parameters; the steps of recursion T; the
 # learning rate; one place for each arm; one for each series, T = 1 beside T = 2; T at evaluation.
 Plot = Literal["parameters", "steps", "learning_rate", "arms", "gain", "test_steps"]
 
@@ -33,10 +33,10 @@ class Arm:
     """One model of a figure, at one size.
 
     Attributes:
-      name: as the figure calls it; the same at every size.
+      name: its name in the figure; the same at every size.
       config: all fields.
-      series: what has one colour; the name, if not given.
-      x: its place on the x axis where that is the steps of recursion.
+      series: the arms of a series share a colour; defaults to the name.
+      x: its place on the x axis where that shows the steps of recursion.
     """
 
     name: str
@@ -51,14 +51,14 @@ class Sweep:
 
     Attributes:
       name: `fig2c`.
-      title: one line, what is compared.
-      plot: what it is drawn as.
-      arms: of each size, by the size's name.
-      files: the configuration that a size's arms are changes of, by the size's name.
+      title: what is compared, in one line.
+      plot: the kind of plot.
+      arms: the arms of each size, by the size's name.
+      files: the configuration that a size's arms are derived from, by the size's name.
       baseline: the arm that is drawn as a dashed line, or that others are linked to.
       rates: learning rates, as multiples of the one in the size's configuration.
-      evaluate_steps: also evaluate with so many steps of recursion in place of the trained ones;
-        the baseline's layers have none.
+      evaluate_steps: also evaluate with these numbers of recursion steps instead of the trained
+        one; the baseline's layers have no recursion.
     """
 
     name: str
@@ -78,9 +78,9 @@ class Run:
     Attributes:
       size: the model size's name.
       config: resolved and checked.
-      file: the configuration that it is a change of.
+      file: the configuration that it is derived from.
       uses: its places in figures.
-      evaluate_steps: T to evaluate with in place of the trained one, for all its figures.
+      evaluate_steps: values of T to evaluate with besides the trained one, for all its figures.
     """
 
     size: str
@@ -95,19 +95,19 @@ class Run:
 
     @property
     def key(self) -> str:
-        """The same for runs that differ in their seeds only."""
+        """Return a key that runs share if they differ only in their seeds."""
         return f"{self.size}-{identity(self.config)}"
 
     @property
     def name(self) -> str:
-        """Of its directory and row: readable, and no other run's."""
+        """Return the name of its directory and row: readable and unique."""
         m, rate = self.config.model, self.config.optimizer.learning_rate
         kinds = f"{m.attention.kind}-t{m.attention.steps}-{m.mlp.kind}-t{m.mlp.steps}"
         return f"{self.size}-{kinds}-lr{rate:g}-{identity(self.config)}-seed{self.seed}"
 
     @property
     def label(self) -> str:
-        """Its first figure, and what that calls it."""
+        """Return its first figure and its name there."""
         use = self.uses[0]
         rate = "" if use.rate == 1 else f", learning rate {self.config.optimizer.learning_rate:g}"
         return f"{use.figure}, {self.size}, {use.arm}{rate}, seed {self.seed}"
@@ -123,9 +123,9 @@ class Use:
 
 
 def identity(config: Config) -> str:
-    """Ten digits that stand for what is trained: every field but seeds, and those free on resuming.
+    """Hash what is trained into ten digits: all fields but seeds and those free on resuming.
 
-    Of the fields that differ from configs/base.py, so that a field added to it later changes none.
+    Only fields that differ from configs/base.py count, so fields added to it later change nothing.
     """
     default = defaults()
     trained = {n: v for n, v in leaves(config).items() if is_trained(n) and v != default[n]}
@@ -133,20 +133,20 @@ def identity(config: Config) -> str:
 
 
 def is_trained(field: str) -> bool:
-    """Whether runs that differ in the dotted field are of different models or data, not seeds."""
+    """Return whether the dotted field changes the model or the data rather than the seed."""
     return field not in SEEDS and not is_free(field)
 
 
 @functools.cache
 def defaults() -> dict[str, Any]:
-    """Every field of configs/base.py, by its dotted name."""
+    """Return every field of configs/base.py by its dotted name."""
     return leaves(load_config(str(BASE)))
 
 
 def read_sweep(path: str, size: str | None = None) -> Sweep:
-    """The sweep of `file.py` or `file.py:size`. Raises UserError with what is wrong with the file.
+    """Read the sweep of `file.py` or `file.py:size`; raise UserError if the file has a mistake.
 
-    `size` stands for the argument where the path has none.
+    `size` is the argument where the path has none.
     """
     file, argument = split_argument(path)
     if size is not None:
@@ -180,10 +180,10 @@ def runs_of(
     seeds: Sequence[int] = (0,),
     overrides: Sequence[tuple[str, Any]] = (),
 ) -> list[Run]:
-    """Every run of the sweeps, each once: all of the first seed, then of the next.
+    """Return every run of the sweeps once: all of the first seed, then of the next.
 
     `overrides` are (dotted field, text) pairs for all runs, as on the command line.
-    Raises UserError with everything that is wrong with a run, or for overrides of what is compared.
+    Raises UserError with all mistakes in the runs, or for overrides of what is compared.
     """
     found: dict[str, Run] = {}
     problems = dict.fromkeys(p for sweep in sweeps for p in _override_problems(sweep, overrides))
@@ -212,7 +212,7 @@ def _runs(sweep: Sweep, seed: int, overrides: Sequence[tuple[str, Any]]) -> Iter
 
 
 def flag(field: str, value: Any) -> str:
-    """The override of the dotted field, for a command line; not quoted for a shell."""
+    """Return the command-line override of the dotted field, not quoted for a shell."""
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return f"--config.{field}={text}"
 
@@ -225,7 +225,7 @@ def _merged(first: Run | None, second: Run) -> Run:
 
 
 def _override_problems(sweep: Sweep, overrides: Sequence[tuple[str, Any]]) -> Iterator[str]:
-    """A message for each field that cannot be set for all runs, since it is what is compared."""
+    """Return a message for each field that cannot be overridden because it is compared."""
     for name, _ in overrides:
         if name in SEEDS:
             yield f"{name}: a sweep sets it itself; --seeds N runs seeds 0 to N - 1"

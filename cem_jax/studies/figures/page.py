@@ -1,7 +1,7 @@
 """A report as one HTML file that needs no other, and copies of its pictures and tables beside it.
 
-The page names the files that were written with it, so that a later report knows which are an
-earlier one's and not the user's own.
+The page names the files that were written with it, so that a later report can tell the files of an
+earlier report from the user's own.
 """
 
 import base64
@@ -25,7 +25,7 @@ th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left }
 
 
 class Page:
-    """The page and the files beside it, in `folder`, which is made. The page is written last."""
+    """A page and the files beside it in `folder`, which is created. The page is written last."""
 
     def __init__(self, folder: Path, title: str):
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ class Page:
         self._parts.append(f"<p>{html.escape(text)}</p>")
 
     def picture(self, name: str, words: str, draw: Callable[[Path], None]) -> None:
-        """Inline the PNG that `draw` writes beside the page; `words`: what it shows, as text."""
+        """Inline the PNG that `draw` writes beside the page; `words` describe it."""
         file = self.file(name)
         draw(file)
         data = base64.b64encode(file.read_bytes()).decode()
@@ -56,13 +56,13 @@ class Page:
         self._parts.append(_list(items))
 
     def collapsed(self, summary: str, sections: Mapping[str, Iterable[str]]) -> None:
-        """Lists under their headings, behind one line that opens them."""
+        """Put lists with headings behind one line that opens them."""
         inner = "".join(f"<h3>{html.escape(name)}</h3>{_list(i)}" for name, i in sections.items())
         summary = html.escape(summary)
         self._parts.append(f"<details><summary>{summary}</summary>{inner}</details>")
 
     def table(self, lines: Sequence[Mapping[str, str]]) -> None:
-        """One row a line; the columns are the first one's names. Nothing for no lines."""
+        """Write one row per line, with the first line's fields as columns; nothing without lines."""
         if not lines:
             return
         head = "".join(f"<th>{html.escape(name)}</th>" for name in lines[0])
@@ -73,7 +73,7 @@ class Page:
         self._parts.append(f"<table><tr>{head}</tr>{body}</table>")
 
     def write(self) -> list[Path]:
-        """Write the page and remove files of an earlier one; return the paths, the page's last."""
+        """Write the page and remove files of an earlier one; return all paths, the page last."""
         page = self.file(_PAGE)
         earlier, names = _written_with(page), {file.name for file in self._files}
         head = f'<meta charset="utf-8"><title>{html.escape(self._title)}</title>'
@@ -101,7 +101,7 @@ def require_own(folder: Path) -> None:
 
 
 def _written_with(file: Path) -> set[str]:
-    """Names of the pictures and tables that were written with the page; none without a page."""
+    """Return the names of pictures and tables written with the page; none without a page."""
     return {n for n in _names(file) if n.endswith((".png", ".csv")) and Path(n).name == n}
 
 

@@ -1,13 +1,13 @@
 """The pictures of a sweep: each figure's own, and one overview of all arms of a size.
 
-A figure's picture has test perplexity over what the paper's figure has, and over FLOPs. A colour is
-one series of arms in both panels. Markers stand for sizes, or for arms where sizes lie apart by
-themselves; hollow ones, where one pass is compared with two, for one; error bars for one standard
-deviation over seeds.
+A figure's picture shows test perplexity over the quantity in the paper's figure, and over FLOPs. A
+colour is one series of arms in both panels. Markers distinguish sizes, or arms where sizes are far
+apart anyway; where one pass is compared with two, hollow markers are one pass. Error bars are one
+standard deviation over seeds.
 
-The overview has perplexity over training FLOPs and over parameters, since more parameters are not
+The overview shows perplexity over training FLOPs and over parameters, since more parameters are not
 the only cost. The baseline is on top, with a dashed line. The panels are scaled to where most arms
-lie; the few far above are at the upper edge, with an arrow and their perplexities.
+lie; the few far above are drawn at the upper edge, with an arrow and their perplexities.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +30,14 @@ from cem_jax.text import format_count
 LLAMA = "#e377a2"
 COLOURS = ("#1f6fb4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#17becf")
 MARKERS = "o^svP*Xp"
-ARM_MARKERS = "o^svPX>"  # seven, and ten colours: 70 arms before one looks as another
+ARM_MARKERS = "o^svPX>"  # seven, with ten colours: 70 arms before two look the same
 BASELINE_MARKER = "D"
 PERPLEXITY = "test perplexity"
 COSTS = {"training_flops": "training FLOPs", "parameters": "parameters"}
 
 
 def draw(section: Section, picture: Path) -> None:
-    """A PNG of the points that have rows; there must be one."""
+    """Draw a PNG of the points that have rows; at least one must."""
     sweep, points, style = section.sweep, section.shown, _Style(section.sweep)
     # A learning rate changes no FLOPs: over them a curve would be a column of points.
     over_flops = sweep.plot != "learning_rate"
@@ -56,14 +56,14 @@ def draw(section: Section, picture: Path) -> None:
 
 
 def canvas(width: float, height: float) -> Figure:
-    """An empty picture, in inches; unlike pyplot's it looks for no display."""
+    """Return an empty picture, sized in inches; unlike pyplot, this needs no display."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def _count_axis(axes: Axes, words: str) -> None:
-    """An x axis of large numbers, each tick with its unit: 8.25T, 760k."""
+    """Label an x axis of large numbers with a unit at each tick: 8.25T, 760k."""
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel(words)
 
@@ -84,7 +84,7 @@ class _Style:
         self._markers = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(of)}
 
     def series(self, arm: Arm) -> str:
-        """The baseline is one by itself, but the first pass of its own series in a gain."""
+        """Return the series; the baseline is one by itself, but in a gain its series' first pass."""
         apart = arm.name == self.baseline and not self._gain
         return self.baseline if apart else arm.series or arm.name
 
@@ -132,7 +132,7 @@ class _Style:
 
 
 def _split(points: Sequence[Point], sweep: Sweep) -> tuple[dict[str, Point], list[Point]]:
-    """(baseline by size, the others)."""
+    """Return (baseline by size, the others)."""
     base = {p.size: p for p in points if p.arm.name == sweep.baseline and p.rate == 1}
     return base, [p for p in points if p.arm.name != sweep.baseline]
 
@@ -151,7 +151,7 @@ def _over_parameters(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _
             axes.plot(ends, [twin.perplexity, point.perplexity], color="0.8", lw=1, zorder=0)
     for point in points:
         style.dots(axes, point.parameters, point)
-    for point in base.values():  # at the foot of the panel, where no error bar reaches
+    for point in base.values():  # at the bottom of the panel, where no error bar reaches
         axes.text(
             point.parameters,
             0.02,
@@ -206,7 +206,7 @@ def _over_arms(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style)
 
 
 def _gains(axes: Axes, sweep: Sweep, points: Sequence[Point], style: _Style) -> None:
-    """A column a series: each size from T = 1, hollow, to T = 2."""
+    """Draw one column per series: each size from T = 1, hollow, to T = 2."""
     series = list(dict.fromkeys(p.arm.series for p in points))
     sizes = list(dict.fromkeys(p.size for p in points))
     for index in range(0, len(series), 2):
@@ -253,7 +253,7 @@ _PLOTS: dict[str, Callable[[Axes, Sweep, Sequence[Point], _Style], None]] = {
 
 
 def arms_at(size: str, points: Sequence[Point]) -> list[Point]:
-    """Each run of the size once, with the seeds of the figure that has most; worst first."""
+    """Return each run of the size once, with the seeds of the figure that has most; worst first."""
     unique: dict[str, Point] = {}
     for point in points:
         if point.rows and point.size == size:
@@ -263,7 +263,7 @@ def arms_at(size: str, points: Sequence[Point]) -> list[Point]:
 
 
 def draw_overview(arms: Sequence[Point], baselines: set[str], picture: Path) -> None:
-    """A PNG of `arms_at`; `baselines`: names of the arms that the others are measured by."""
+    """Draw a PNG of `arms_at`; `baselines`: names of the arms that others are compared with."""
     looks = [_look(index, arm, baselines) for index, arm in enumerate(arms)]
     top = _top(arms)
     figure = canvas(12, 7.5)
@@ -291,8 +291,11 @@ def _look(index: int, arm: Point, baselines: set[str]) -> dict[str, Any]:
 
 
 def _top(arms: Sequence[Point]) -> float:
-    """The upper end of the axis: above all arms but those more than three times as far above the
-    best as three quarters of the arms are, which would press the others into a line."""
+    """Return the upper end of the axis.
+
+    It leaves out arms more than three times as far above the best as three quarters of the arms
+    are, since they would press the others into a line.
+    """
     finite = [arm.perplexity for arm in arms if np.isfinite(arm.perplexity)]
     best, most = min(finite, default=1.0), float(np.quantile(finite or [1.0], 0.75))
     limit = best + 3 * max(most - best, 0.01 * best)

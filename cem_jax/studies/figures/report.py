@@ -1,8 +1,8 @@
-"""Reports: figures from the runs that are there, as pictures, tables and one page.
+"""Reports: figures of the runs that exist, as pictures, tables and one page.
 
-Reads a sweep's directory, or one of rows that `cem sweep --results` kept. Writes a PNG and CSV of
-each figure, and index.html, which holds them all; and removes those that an earlier report wrote in
-the same place and this one has not.
+Reads a sweep's directory, or one of rows that `cem sweep --results` kept. Writes a PNG and CSV
+per figure and index.html, which contains them all, and removes files that an earlier report wrote
+there and this one did not.
 """
 
 import sys
@@ -27,7 +27,7 @@ from cem_jax.studies.figures.sections import Section, summary
 from cem_jax.studies.figures.unmatched import Unmatched, unmatched
 
 PAPER = BASE.parent / "paper"
-GROUPS = ("mini", "ladder", "paper")  # of sizes, each of which all figures can be run at
+GROUPS = ("mini", "ladder", "paper")  # groups of sizes at which all figures can be run
 
 
 def report(
@@ -44,8 +44,8 @@ def report(
     Args:
       workdir: the sweep's directory, or one of rows that `cem sweep --results` kept.
       output: a local directory; None: `workdir`/report.
-      files: of the figures; none: all of configs/paper, at the groups of sizes with such rows.
-      size: of the models; None: what `files` say, or what there are rows of.
+      files: figure files; none: all of configs/paper, at the groups of sizes that have rows.
+      size: model size; None: what `files` say, or the sizes that have rows.
       overrides: (dotted field, text) pairs that the sweep set for all runs.
 
     Returns:
@@ -53,9 +53,9 @@ def report(
       unplaced, files}. Missing runs are no error.
 
     Raises:
-      UserError: before anything is written, for a directory without rows and without energies, or
-        with rows of which none is in a figure; for a figure's file with a mistake in it; and for an
-        output that is no directory, or has a page of somebody else's.
+      UserError: before anything is written, for a directory without rows and energies, or whose rows
+        are in no figure; for a figure file with a mistake; and for an output that is not a
+        directory or has a page that no report wrote.
     """
     folder = place(workdir)
     if is_url(folder) and not output:
@@ -103,7 +103,7 @@ def report(
 
 
 def _sweeps(chosen: Sequence[str], size: str | None, sizes: set[str]) -> list[Sweep]:
-    """The `chosen` figures; otherwise all of configs/paper, at the groups that have such rows."""
+    """Return the `chosen` figures, or all of configs/paper at the groups that have rows."""
     if chosen:
         return [read_sweep(path, size) for path in chosen]
     files = [*sorted(PAPER.glob("fig*.py")), *sorted(PAPER.glob("ours_*.py"))]
@@ -160,7 +160,7 @@ def _overviews(page: Page, sections: Iterable[Section]) -> None:
     baselines = {section.sweep.baseline for section in sections}
     for size in dict.fromkeys(point.size for point in own):
         arms = arms_at(size, own)
-        if len(arms) > 2:  # two arms are a figure's own picture over again
+        if len(arms) > 2:  # two arms would repeat a figure's own picture
             page.heading(f"All arms at {size}, over training FLOPs and parameters")
             page.picture(
                 f"flops-{size}.png",
@@ -177,7 +177,7 @@ def _energies(page: Page, name: str, lines: Sequence[Mapping[str, Any]]) -> None
 
 
 def _not_begun(page: Page, sections: Sequence[Section]) -> None:
-    """List the figures of which no more than the baseline ran."""
+    """List the figures of which at most the baseline ran."""
     if sections:
         count = sum(len(section.missing) for section in sections)
         page.heading("Figures not begun")
