@@ -80,7 +80,7 @@ class Run:
       config: resolved and checked.
       file: the configuration that it is derived from.
       uses: its places in figures.
-      evaluate_steps: values of T to evaluate with besides the trained one, for all its figures.
+      evaluate_steps: values of T to evaluate with instead of the trained one, for all its figures.
     """
 
     size: str

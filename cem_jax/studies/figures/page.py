@@ -62,7 +62,7 @@ class Page:
         self._parts.append(f"<details><summary>{summary}</summary>{inner}</details>")
 
     def table(self, lines: Sequence[Mapping[str, str]]) -> None:
-        """Write one row per line, with the first line's fields as columns; nothing without lines."""
+        """Write one row per line, with the first line's keys as columns; nothing without lines."""
         if not lines:
             return
         head = "".join(f"<th>{html.escape(name)}</th>" for name in lines[0])

@@ -84,7 +84,7 @@ class _Style:
         self._markers = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(of)}
 
     def series(self, arm: Arm) -> str:
-        """Return the series; the baseline is one by itself, but in a gain its series' first pass."""
+        """Return the series: the baseline's own, but in a gain the one whose first pass it is."""
         apart = arm.name == self.baseline and not self._gain
         return self.baseline if apart else arm.series or arm.name
 

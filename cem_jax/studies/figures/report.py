@@ -53,8 +53,8 @@ def report(
       unplaced, files}. Missing runs are no error.
 
     Raises:
-      UserError: before anything is written, for a directory without rows and energies, or whose rows
-        are in no figure; for a figure file with a mistake; and for an output that is not a
+      UserError: before anything is written, for a directory without rows and energies, or with
+        rows that are in no figure; for a figure file with a mistake; and for an output that is not a
         directory or has a page that no report wrote.
     """
     folder = place(workdir)

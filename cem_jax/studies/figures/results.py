@@ -1,8 +1,8 @@
-"""What is known of a figure's arms: averages over seeds, best learning rates, what seeds decide.
+"""Results of a figure's arms: averages over seeds, best learning rates, what seeds decide.
 
 The runs of a seed share their data's order and, as far as shapes allow, their initialisation, so
 the difference between two arms varies less than either. It is decided when Student's 95 % interval
-of the mean difference, paired by seed, does not hold 0; with one seed nothing is.
+of the mean difference, paired by seed, excludes 0; one seed decides nothing.
 """
 
 import math
@@ -22,9 +22,9 @@ from cem_jax.studies.figures.rows import Row
 
 @dataclass(frozen=True)
 class Line:
-    """A point as figures' tables have it: means and standard deviations over seeds.
+    """A point in a figure's table: means and standard deviations over seeds.
 
-    What only one seed, or no seed, was measured for is None.
+    Means without a measured seed and deviations of a single seed are None.
     """
 
     figure: str
@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Point:
-    """An arm at one size and learning rate, with the rows of all its seeds, which may be none."""
+    """An arm at one size and learning rate, with the rows of all its seeds, if any."""
 
     figure: str
     size: str
@@ -57,17 +57,17 @@ class Point:
 
     @property
     def perplexity(self) -> float:
-        """Mean over seeds."""
+        """Return the mean over seeds."""
         return mean(row.perplexity for row in self.rows)
 
     @property
     def deviation(self) -> float | None:
-        """Standard deviation of the perplexity over seeds; None with one seed."""
+        """Return the standard deviation of the perplexity over seeds; None with one seed."""
         return _std([row.perplexity for row in self.rows])
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """In ascending order."""
+        """Return the seeds in ascending order."""
         return tuple(sorted(row.seed for row in self.rows))
 
     # The same for all seeds.
@@ -76,7 +76,7 @@ class Point:
     tokens = property(lambda self: self.rows[0].tokens)
 
     def line(self) -> Line:
-        """The point as a line of its figure's table."""
+        """Return the point as a line of its figure's table."""
         losses = [row.loss for row in self.rows]
         return Line(
             figure=self.figure,
@@ -104,9 +104,9 @@ class Point:
 def points_of(
     sweep: Sweep, rows: Iterable[Row], overrides: Sequence[tuple[str, str]] = ()
 ) -> list[Point]:
-    """Find each arm's rows: those of the same resolved configuration.
+    """Find each arm's rows, which have the same resolved configuration.
 
-    `overrides`: those that the runs were made with.
+    `overrides` are the ones that the runs were trained with.
     """
     by_key: dict[str, list[Row]] = {}
     for row in rows:
@@ -123,7 +123,7 @@ def points_of(
 
 @dataclass(frozen=True)
 class BestRate:
-    """The interpolated optimum of an arm; `at_edge`: it may lie beyond the rates that ran."""
+    """An arm's interpolated optimum; `at_edge`: the true one may lie beyond the rates that ran."""
 
     figure: str
     size: str
@@ -143,14 +143,16 @@ class Curve:
 
     @property
     def finite(self) -> list[Point]:
-        """The points at which no run diverged."""
+        """Return the points at which no run diverged."""
         measured = lambda point: [m for row in point.rows for m in (row.loss, row.perplexity)]
         return [point for point in self.points if all(map(math.isfinite, measured(point)))]
 
     @cached_property
     def line(self) -> tuple[Float[np.ndarray, " count"], Float[np.ndarray, " count"]] | None:
-        """`interpolate` of the finite points; None for fewer than three, or other seeds at some of
-        them, where a difference between rates would be one between seeds."""
+        """Interpolate the finite points; None for fewer than three.
+
+        Also None if their seeds differ: differences between rates would be ones between seeds.
+        """
         points = self.finite
         if len(points) < 3 or len({point.seeds for point in points}) > 1:
             return None
@@ -158,7 +160,7 @@ class Curve:
 
     @cached_property
     def best(self) -> BestRate | None:
-        """The line's lowest point; None without a line."""
+        """Return the line's lowest point; None without a line."""
         if self.line is None:
             return None
         (rates, perplexities), point = self.line, self.points[0]
@@ -178,7 +180,7 @@ class Curve:
 def interpolate(
     rates: Sequence[float], perplexities: Sequence[float], count: int = 401
 ) -> tuple[Float[np.ndarray, " count"], Float[np.ndarray, " count"]]:
-    """Akima's interpolation of perplexity over the logarithm of the learning rate.
+    """Interpolate perplexity over the logarithm of the learning rate by Akima's method.
 
     `rates` ascend. Returns `count` rates, evenly spaced in the logarithm, and their perplexities.
     """
@@ -190,7 +192,7 @@ def interpolate(
 def curves(points: Iterable[Point]) -> list[Curve]:
     """Group the points that ran by size and arm.
 
-    Each arm's points keep only the seeds that ran at all its rates, or all where there are none.
+    Each arm's points keep only the seeds that ran at all its rates; all seeds if none did.
     """
     found: dict[tuple[str, str], list[Point]] = {}
     for point in points:
@@ -215,7 +217,7 @@ class Difference:
     """How much one arm's loss differs from another's, paired by seed.
 
     Attributes:
-      seeds: how many both have.
+      seeds: the number that both have.
       difference: nats per token; negative where the arm is better.
       interval: half the width of its 95 % interval; None for one seed.
       verdict: better, worse or undecided.
@@ -234,13 +236,13 @@ class Difference:
 def differences(sweep: Sweep, points: Sequence[Point]) -> list[Difference]:
     """Compare each arm with the baseline, and with the arm before it in its series.
 
-    That is the arm of the next smaller T, or simply the one before where arms have no T.
+    The arm before has the next smaller T; without T, it is the previous one in the list.
     """
     found = []
     for arm, other in _pairs(sweep, [p for p in points if p.rows and p.rate == 1]):
         ours, theirs = ({row.seed: row.loss for row in p.rows} for p in (arm, other))
         pairs = (ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys()))
-        values = [pair for pair in pairs if math.isfinite(pair)]  # not of a run that diverged
+        values = [pair for pair in pairs if math.isfinite(pair)]  # excludes runs that diverged
         if values:
             found.append(
                 Difference(
@@ -258,7 +260,7 @@ def differences(sweep: Sweep, points: Sequence[Point]) -> list[Difference]:
 
 
 def half_interval(values: Sequence[float]) -> float | None:
-    """Half the width of Student's 95 % interval of the mean; None for fewer than two values."""
+    """Return half the width of Student's 95 % interval of the mean; None below two values."""
     n = len(values)
     if n < 2:
         return None
@@ -285,7 +287,7 @@ def _pairs(sweep: Sweep, points: Sequence[Point]) -> Iterator[tuple[Point, Point
 
 
 def _leads_to(earlier: Point, later: Point) -> bool:
-    """Whether a figure goes from one arm to the other: by steps of recursion, or arm by arm."""
+    """Return whether a figure goes from one arm to the other, by recursion steps or arm by arm."""
     if earlier.arm.series != later.arm.series:
         return False
     if earlier.arm.x is None or later.arm.x is None:
@@ -302,5 +304,5 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _std(values: Sequence[float]) -> float | None:
-    """Of a sample; None for one value, or where one is not finite."""
+    """Return the sample standard deviation; None for one value or if any is not finite."""
     return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None

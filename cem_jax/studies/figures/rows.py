@@ -1,7 +1,7 @@
-"""The row of a finished run: what it was, what it cost, what it reached. One small JSON file each.
+"""The row of a finished run: its configuration, cost and result, in one small JSON file.
 
 A sweep's directory holds it as <run>/row.json; `--results DIR` keeps a copy as DIR/<run>.json, and
-a run whose row is there is not run again. `cem report` reads both.
+a run that already has a row there is not run again. `cem report` reads both.
 """
 
 import csv
@@ -34,16 +34,16 @@ _MEASURED = ("loss", "perplexity", "loss_at_steps")
 
 @dataclass(frozen=True)
 class Row:
-    """What is kept of one finished run.
+    """The record of one finished run.
 
     Attributes:
       run: its name.
-      key: the same for runs that differ in their seeds only.
-      seconds: of all training steps; None where too few were measured.
+      key: shared by runs that differ only in their seeds.
+      seconds: duration of all training steps; None where too few were measured.
       loss: on `split`, in nats, as `perplexity`; NaN where the run diverged.
       loss_at_steps: T at evaluation, as text -> loss.
       dataset: its fingerprint.
-      config: all fields, without what is particular to a machine.
+      config: all fields except those particular to a machine.
     """
 
     run: str
@@ -67,7 +67,7 @@ class Row:
     config: Mapping
 
     def write(self, file: AnyPath) -> None:
-        """Write it as JSON: all of the file or none of it."""
+        """Write the row as a JSON file, whole or not at all."""
         write_json(file, {"format": FORMAT} | dataclasses.asdict(self))
 
 
@@ -75,9 +75,9 @@ _FIELDS = get_type_hints(Row)
 
 
 def measure(run: Run, workdir: AnyPath, dataset: str) -> Row:
-    """Measure a run that was trained in `workdir` on the test split.
+    """Measure the run trained in `workdir` on the test split.
 
-    Its last validation is taken if that was of the test split; otherwise it is evaluated here.
+    Uses its last validation if that was on the test split; otherwise evaluates it here.
     """
     lines = read_metrics(workdir)
     config = run.config
@@ -107,14 +107,14 @@ def measure(run: Run, workdir: AnyPath, dataset: str) -> Row:
 
 
 def training_flops(run: Run) -> float:
-    """FLOPs of the run's training."""
+    """Return the FLOPs of the run's training."""
     config = run.config
     tokens = config.total_steps * config.tokens_per_step
     return tokens * training_flops_per_token(config.model, config.data.context)
 
 
 def training_seconds(lines: list[dict[str, Any]]) -> float | None:
-    """Seconds of all steps, compilation and pauses apart; None where too few were measured."""
+    """Return the seconds of all steps without compilation and pauses; None if too few exist."""
     train = [line for line in lines if line["kind"] == "train"]
     known = [line["step_seconds"] for line in train if line["step_seconds"] is not None]
     if not known:
@@ -128,10 +128,10 @@ def training_seconds(lines: list[dict[str, Any]]) -> float | None:
 
 
 def read_rows(folder: AnyPath) -> dict[str, Row]:
-    """Read the rows in `folder` and in the folders within it, by the runs' names.
+    """Read the rows in `folder` and its subfolders, by the runs' names.
 
-    A loss or perplexity of null, as of a run that diverged, is NaN. Raises UserError for a file
-    that is no JSON or lacks a row's fields; JSON files that hold no row are passed over.
+    A null loss or perplexity, as of a run that diverged, becomes NaN. Raises UserError for a file
+    that is not JSON or lacks a row's fields; JSON files that hold no row are skipped.
     """
     rows, problems = {}, []
     for file in sorted([*folder.glob("*.json"), *folder.glob("*/*.json")]):
@@ -155,19 +155,19 @@ def read_rows(folder: AnyPath) -> dict[str, Row]:
 
 
 def _finite_or_nan(value: Any) -> Any:
-    """A measurement, or several by name, with NaN for what JSON could not hold."""
+    """Return a measurement, or several by name, with NaN where JSON has null."""
     if isinstance(value, Mapping):
         return {name: _finite_or_nan(one) for name, one in value.items()}
     return math.nan if value is None else value
 
 
 def write_json(path: AnyPath, value: Any) -> None:
-    """Write a JSON file, all of it or none."""
+    """Write a JSON file, whole or not at all."""
     _write(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_csv(path: AnyPath, table: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table, whose columns are the first line's fields; all of it or none."""
+    """Write a CSV table with the first line's fields as columns, whole or not at all."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
     writer.writeheader()
@@ -182,7 +182,7 @@ def _write(path: AnyPath, text: str) -> None:
 
 
 def _without_places(values: dict[str, Any]) -> dict[str, Any]:
-    """A configuration's dict without what is particular to a machine, so that it can be shared."""
+    """Return a configuration's dict without machine-specific fields, so that it can be shared."""
     values["data"] |= {"path": "", "mixture": []}
     values["log"]["compile_cache"] = None
     return values

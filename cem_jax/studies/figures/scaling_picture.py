@@ -1,6 +1,6 @@
 """The picture of a figure's arms over model sizes: loss over FLOPs, and what an arm is worth.
 
-The first panel has Llama's fitted curve, the others each arm's compute and parameter multipliers
+The first panel shows Llama's fitted curve, the others each arm's compute and parameter multipliers
 with their intervals; above 1 the arm is worth more than it costs. What lies beyond the sizes that
 ran is dashed: Llama's curve, and the straight line through an arm's multipliers.
 """
@@ -16,11 +16,11 @@ from matplotlib.ticker import EngFormatter, NullFormatter, ScalarFormatter
 from cem_jax.studies.figures.pictures import BASELINE_MARKER, LLAMA, MARKERS, canvas
 from cem_jax.studies.figures.scaling import Estimate, Scaling
 
-BEYOND = 10  # times the cost of the largest size, as far as the dashed lines go
+BEYOND = 10  # the dashed lines extend to this multiple of the largest size's cost
 
 
 def draw_scaling(found: Scaling, picture: Path) -> None:
-    """A PNG; Llama must have its curve over FLOPs."""
+    """Draw the picture as a PNG; Llama must have its curve over FLOPs."""
     arms = list(dict.fromkeys(best.arm for best in found.others))
     looks = {
         arm: {"color": f"C{index % 10}", "marker": MARKERS[index % len(MARKERS)]}
@@ -58,7 +58,7 @@ def _multipliers(axes: Axes, found: Scaling, name: str, looks: dict[str, dict[st
     sizes = {best.size: best.parameters for best in found.llama}
     axes.axhline(1, color=LLAMA, lw=1.2)
     for index, (arm, look) in enumerate(looks.items()):
-        shift = 1 + 0.02 * (index - (len(looks) - 1) / 2)  # intervals side by side
+        shift = 1 + 0.02 * (index - (len(looks) - 1) / 2)  # so that intervals are side by side
         known = [(sizes[c.size], getattr(c, name)) for c in found.of(arm)]
         known = [(at, e) for at, e in known if e and math.isfinite(e.value) and e.value > 0]
         for at, estimate in known:
@@ -81,7 +81,7 @@ def _multipliers(axes: Axes, found: Scaling, name: str, looks: dict[str, dict[st
 
 
 def _reach(estimate: Estimate) -> tuple[float, float]:
-    """How far the interval reaches below and above; nowhere without one, or to infinity."""
+    """Return how far the interval reaches below and above; 0 without one, or to infinity."""
     if estimate.low is None or not math.isfinite(estimate.high):
         return 0.0, 0.0
     return max(estimate.value - estimate.low, 0.0), max(estimate.high - estimate.value, 0.0)

@@ -1,4 +1,4 @@
-"""What a report has to say of each figure: the points that ran, tables, and what is missing."""
+"""The sections of a report, one per figure: the points that ran, tables, and what is missing."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ from cem_jax.studies.figures.unmatched import Unmatched
 
 @dataclass(frozen=True)
 class Section:
-    """A figure and all its points, of which any may have no rows."""
+    """A figure and all its points, some of which may have no rows."""
 
     sweep: Sweep
     points: Sequence[Point]
 
     @property
     def stem(self) -> str:
-        """The name of its files, without a suffix."""
+        """Return the name of its files, without a suffix."""
         return f"{self.sweep.name}-{self._sizes(self.present)}"
 
     @property
     def name(self) -> str:
-        """The figure's name, with its sizes, since a report may have it at several."""
+        """Return the figure's name with its sizes, since a report may have it at several."""
         return f"{self.sweep.name}, {self._sizes(self.points)}"
 
     @property
     def title(self) -> str:
-        """The figure's title, with how much of it ran, where that is not all."""
+        """Return the figure's title, with how much of it ran if not all."""
         words = f"{self.sweep.name}: {self.sweep.title}"
         if not self.missing:
             return words
@@ -56,17 +56,17 @@ class Section:
 
     @cached_property
     def others(self) -> list[Point]:
-        """What ran besides the baseline."""
+        """Return the points that ran besides the baseline."""
         return [point for point in self.present if point.arm.name != self.sweep.baseline]
 
     @property
     def begun(self) -> bool:
-        """Whether there is more of it than its baseline, which it shares with other figures."""
+        """Return whether more than the baseline, which other figures share, ran."""
         return bool(self.others)
 
     @property
     def comparable(self) -> bool:
-        """Whether a picture shows what the title says, rather than one point by the baseline."""
+        """Return whether a picture would show more than one point beside the baseline."""
         if self.sweep.plot == "test_steps":
             return len(self._not_evaluated) < len(self.others)
         if self.sweep.plot == "learning_rate":
@@ -75,12 +75,12 @@ class Section:
 
     @cached_property
     def curves(self) -> list[Curve]:
-        """The curves of a learning-rate figure."""
+        """Return the curves of a learning-rate figure."""
         return curves(self.points) if self.sweep.plot == "learning_rate" else []
 
     @cached_property
     def shown(self) -> list[Point]:
-        """What the picture and the table have: of a learning-rate curve, seeds all rates have."""
+        """Return the points of picture and table; a learning-rate curve keeps seeds of all rates."""
         if self.sweep.plot != "learning_rate":
             return self.present
         return [point for curve in self.curves for point in curve.points]
@@ -99,14 +99,14 @@ class Section:
 
     @cached_property
     def scaling(self) -> Scaling | None:
-        """Arms at their best rates over sizes; None for a figure of one rate and one size."""
+        """Return arms at their best rates over sizes; None for a figure of one rate and one size."""
         if self.sweep.plot != "learning_rate" and len({p.size for p in self.present}) < 2:
             return None
         return scaling(self.sweep, self.points)
 
     @cached_property
     def notes(self) -> list[str]:
-        """What a reader of the table should know."""
+        """Return notes for readers of the table."""
         notes = []
         if self.sweep.plot == "test_steps" and self._not_evaluated:
             arms = ", ".join(dict.fromkeys(point.arm.name for point in self._not_evaluated))
@@ -131,7 +131,7 @@ class Section:
 def summary(sections: Sequence[Section], strays: Sequence[Unmatched]) -> Iterator[str]:
     """A report for the terminal: how much ran and is missing, then a line per arm.
 
-    A baseline, which figures share, has one line, before them.
+    A baseline that figures share has one line, before them.
     """
     yield from _counts(sections)
     for group in strays:
@@ -171,7 +171,7 @@ def _arms(section: Section) -> Iterator[str]:
 
 
 def _curves(section: Section) -> Iterator[str]:
-    """A line per curve: its optimum, and its points."""
+    """Return one line per curve: its optimum and its points."""
     for curve in section.curves:
         told, first = "no curve yet", curve.points[0]
         if curve.best:
@@ -184,7 +184,7 @@ def _curves(section: Section) -> Iterator[str]:
 
 
 def _scaling(section: Section) -> Iterator[str]:
-    """A line per arm and size with its multipliers, where there are any."""
+    """Return one line per arm and size that has multipliers."""
     for one in section.scaling.comparisons if section.scaling else ():
         if one.compute_multiplier or one.parameter_multiplier:
             yield (

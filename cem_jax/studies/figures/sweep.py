@@ -1,7 +1,7 @@
-"""Train the runs of figures, one after the other, or print the commands that do for a job array.
+"""Train the runs of figures one after another, or print their commands for a job array.
 
 A run's directory is WORKDIR/<run>. Finished runs are skipped, broken ones resumed; one that fails
-is reported and the others follow. WORKDIR/table.json and table.csv hold the state of all of them.
+is reported and the others continue. WORKDIR/table.json and table.csv hold the state of all runs.
 """
 
 import functools
@@ -55,7 +55,7 @@ def sweep(runs: Sequence[Run], workdir: str, results: str | None = None) -> dict
       {runs: the table, passed: whether no run failed}.
 
     Raises:
-      UserError: before anything runs, for data that do not fit.
+      UserError: before anything runs, for data that do not match.
     """
     grid = _Grid(runs, place(workdir), place(results) if results else None)
     grid.run()
@@ -63,7 +63,7 @@ def sweep(runs: Sequence[Run], workdir: str, results: str | None = None) -> dict
 
 
 def commands(runs: Sequence[Run], workdir: str, results: str | None = None) -> list[str]:
-    """Return the `cem train` command of each run that is not finished; arguments as of `sweep`."""
+    """Return the `cem train` command of each run that is not finished; arguments as in `sweep`."""
     done = _finished(runs, place(workdir), place(results) if results else None)
     return [command(run, workdir) for run in runs if run.name not in done]
 
@@ -83,14 +83,14 @@ def _leaves_of_file(file: str) -> dict[str, Any]:
 
 
 def _finished(runs: Sequence[Run], workdir: AnyPath, results: AnyPath | None) -> dict[str, Row]:
-    """The rows of runs that lack nothing."""
+    """Return the rows of runs that are complete."""
     rows = read_rows(workdir) | (read_rows(results) if results else {})
     wanted = {run.name: {str(steps) for steps in run.evaluate_steps} for run in runs}
     return {n: row for n, row in rows.items() if n in wanted and wanted[n] <= {*row.loss_at_steps}}
 
 
 def _dataset(runs: Sequence[Run]) -> str:
-    """The fingerprint of the runs' dataset. Raises UserError where it does not fit them."""
+    """Return the fingerprint of the runs' dataset; raise UserError if it does not match them."""
     found = set()
     configs = {(run.config.data, run.config.model.vocab_size): run.config for run in runs}
     for config in configs.values():
@@ -103,7 +103,7 @@ def _dataset(runs: Sequence[Run]) -> str:
 
 
 class _Grid:
-    """Runs, and what is known of each."""
+    """Runs and the state of each."""
 
     def __init__(self, runs: Sequence[Run], workdir: AnyPath, results: AnyPath | None):
         self.runs, self.workdir, self.results = runs, workdir, results
@@ -120,7 +120,7 @@ class _Grid:
             )
 
     def run(self) -> None:
-        """Train all that are not finished. Failures are reported and kept in `failed`."""
+        """Train all unfinished runs; report failures and keep them in `failed`."""
         waiting = [run for run in self.runs if run.name not in self.rows]
         _say(f"{len(self.runs)} runs, {len(self.runs) - len(waiting)} of them finished")
         self._write_table()
@@ -145,7 +145,7 @@ class _Grid:
             _say(f"failed: {name}: {message}")
 
     def table(self) -> list[dict[str, Any]]:
-        """One line per run; None for what is not known yet."""
+        """Return one line per run, with None for what is not known yet."""
         return [self._line(run) for run in self.runs]
 
     def _one(self, run: Run) -> None:
