@@ -54,8 +54,8 @@ def report(
 
     Raises:
       UserError: before anything is written, for a directory without rows and energies, or with
-        rows that are in no figure; for a figure file with a mistake; and for an output that is not a
-        directory or has a page that no report wrote.
+        rows that are in no figure; for a figure file with a mistake; and for an output that is
+        not a directory or has a page that no report wrote.
     """
     folder = place(workdir)
     if is_url(folder) and not output:

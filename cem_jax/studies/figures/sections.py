@@ -66,7 +66,7 @@ class Section:
 
     @property
     def comparable(self) -> bool:
-        """Return whether a picture would show more than one point beside the baseline."""
+        """Return whether a picture would show what the title says, not just one point."""
         if self.sweep.plot == "test_steps":
             return len(self._not_evaluated) < len(self.others)
         if self.sweep.plot == "learning_rate":
@@ -80,7 +80,7 @@ class Section:
 
     @cached_property
     def shown(self) -> list[Point]:
-        """Return the points of picture and table; a learning-rate curve keeps seeds of all rates."""
+        """Return the points of picture and table; learning-rate curves keep seeds of all rates."""
         if self.sweep.plot != "learning_rate":
             return self.present
         return [point for curve in self.curves for point in curve.points]
@@ -99,7 +99,7 @@ class Section:
 
     @cached_property
     def scaling(self) -> Scaling | None:
-        """Return arms at their best rates over sizes; None for a figure of one rate and one size."""
+        """Return arms at their best rates over sizes; None for a figure of one rate and size."""
         if self.sweep.plot != "learning_rate" and len({p.size for p in self.present}) < 2:
             return None
         return scaling(self.sweep, self.points)
