@@ -11,11 +11,11 @@ and its force, preconditioned (Eq. 3, 14), with α_ijk = softmax_j s_ijk:
 The bracket is the diagonal's own gradient; Algorithm 1 leaves it out.
 
 A layer works in query coordinates: −∂ε/∂q_ik = o_ik and −∂ε/∂g_ik = a_ik. P_k W^Q_kᵀ, one folded
-weight, carries o back to the residual stream. In Algorithm 1's mode g is held where the energy is
-differentiated, yet stays a function of u for training.
+weight, maps o back to the residual stream. In Algorithm 1's mode g is held fixed when the energy is
+differentiated, but remains a function of u for training.
 
-With rotary positions q and k are turned before they meet, and o turned back: the exact gradient,
-since W^Qᵀ rot(i)ᵀ Σ_j α rot(j) k_j = −∇_u ε.
+With rotary positions, q and k are rotated before their product, and o is rotated back. This is the
+exact gradient, since W^Qᵀ rot(i)ᵀ Σ_j α rot(j) k_j = −∇_u ε.
 
 Shapes: B leading axes · J positions (i query, j key) · D model dim · K heads · R head dim.
 """
@@ -36,24 +36,24 @@ from cem_jax.sharding.linear import project, readout
 
 
 class Keys(NamedTuple):
-    """What the queries meet: all that ε takes from h and from positions, held over the steps."""
+    """Everything ε takes from h and from positions; constant over the inner steps."""
 
-    k: Float[Array, "*B J K R"]  # turned, where positions are rotary
+    k: Float[Array, "*B J K R"]  # rotated, if positions are rotary
     h: Float[Array, "*B J D"] | None  # None: the interaction has no diagonal
     scores: Scores = Scores()
     rotary: Rotary | None = None  # of the queries
-    start: Int[Array, ""] | int | None = None  # decoding: k, h are caches, the first query is here
+    start: Int[Array, ""] | int | None = None  # decoding (k, h are caches): first query's position
 
 
 class Queries(NamedTuple):
-    """Query coordinates: what of u enters the scores; or the gradient with respect to them."""
+    """Query coordinates, through which u enters the scores; or gradients with respect to them."""
 
     q: Float[Array, "*B J K R"]  # W^Q_k u
     g: Float[Array, "*B J D"] | Float[Array, "*B J K D"] | None = None  # d ∘ u
 
 
 class Weights(NamedTuple):
-    """What u is multiplied by on its way into the scores, and the force on its way out."""
+    """Weights that map u to query coordinates, and the force back to the residual stream."""
 
     query: Float[Array, "K R D"]  # W^Q
     folded: Float[Array, "K R D"]  # W^Q_k P_k
@@ -105,7 +105,7 @@ def keys_of(
     scores: Scores = Scores(),  # noqa: B008 - immutable
     rotary: Rotary | None = None,
 ) -> Keys:
-    """Return the keys and what else of h enters ε; `diagonal`: whether h itself does."""
+    """Return the keys, with h itself if `diagonal`."""
     return Keys(rotate(heads_apart(h, key), rotary), h if diagonal else None, scores, rotary)
 
 
@@ -130,10 +130,10 @@ def energy_of_query(queries: Queries, keys: Keys, options: Options) -> Float[Arr
 def attention_statistics(
     queries: Queries, keys: Keys, options: Options
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Return the means over heads and positions of α's entropy, in nats, and of α_ii.
+    """Return the entropy of α, in nats, and α_ii, each averaged over heads and positions.
 
-    Both are derivatives of the log-partition function, so that no α is written out: with all
-    scores times b, −Σ_j α_ij ln α_ij = lse_i − ∂lse_i/∂b at b = 1; and α_ii = ∂lse_i/∂β.
+    Both are derivatives of the log-partition function, so α is never materialized: with all
+    scores multiplied by b, −Σ_j α_ij ln α_ij = lse_i − ∂lse_i/∂b at b = 1; and α_ii = ∂lse_i/∂β.
     """
     heads = keys.k.shape[-2]
     dtype = jnp.promote_types(queries.q.dtype, jnp.float32)
@@ -162,12 +162,12 @@ def force_on_query(
 ) -> Queries:
     """Return (o, a) = −∂ε/∂(q, g), in the dtype of q; a is None unless `diagonal_in_update`.
 
-    update="autodiff" asks `jax.grad` of the energy, "closed_form" the attention kernel. Over a
-    cache the force is always the closed form.
+    update="autodiff" takes `jax.grad` of the energy, "closed_form" calls the attention kernel.
+    With a cache, the force is always in closed form.
     """
     q, g = queries
     if update == "autodiff" and keys.start is None:
-        # in Algorithm 1's mode g is held here, and stays a function of u for training
+        # in Algorithm 1's mode g is held fixed here, but remains a function of u for training
         energy = lambda moved: energy_of_query(moved, keys, options).sum()
         if diagonal_in_update:
             return jax.tree.map(jnp.negative, jax.grad(energy)(queries))
@@ -194,9 +194,9 @@ def force_on_state(
 ) -> Float[Array, "*B J D"]:
     """Return F(u) = Σ_k P_k ( W^Q_kᵀ o_k [ + d_k ∘ a_k ] ) (Eq. 3, 14).
 
-    `diagonal_in_update` adds the bracket, where there is a diagonal; only there is
-    `weights.preconditioner` used, and one P per head needs the bracket head by head: K times the
-    memory. `update` as in `force_on_query`.
+    `diagonal_in_update` adds the bracket if there is a diagonal. Only the bracket uses
+    `weights.preconditioner`; with one P per head it is computed for each head, which takes K times
+    the memory. `update` is as in `force_on_query`.
     """
     d, p = weights.diagonal, weights.preconditioner
     diagonal_in_update = diagonal_in_update and d is not None
@@ -221,9 +221,9 @@ def force_on_state(
 
 
 def _prepared(u, h, query, key, diagonal, rotary, scores: Scores):
-    """The arrays in one dtype, and their `Keys`: (u, query, diagonal, keys).
+    """Return (u, query, diagonal, keys), with all arrays in one dtype.
 
-    Raises ValueError where shapes do not fit together.
+    Raises ValueError if the shapes do not match.
     """
     u, h, query, key, diagonal = same_dtype(u, h, query, key, diagonal)
     if u.shape != h.shape or u.ndim < 2:
@@ -262,8 +262,8 @@ def interaction_energy(
     """Return ε(u_i | h_1:i) (Eq. 2, 12, App. B), in float32 or better.
 
     `diagonal`: d, [D] or [K, D]. `slopes`, `self_bias`: m and β, [K]. `rotary`: positions and base.
-    `segments`: document ids; a position sees its own document only. ∂ε is with respect to u alone:
-    h, h_i included, is held. Raises ValueError on shapes that do not fit.
+    `segments`: document ids; a position sees only its own document. ∂ε is with respect to u alone:
+    h, including h_i, is held fixed. Raises ValueError if the shapes do not match.
     """
     scores = Scores(slopes, self_bias, segments)
     u, query, diagonal, keys = _prepared(u, h, query, key, diagonal, rotary, scores)
@@ -289,8 +289,8 @@ def interaction_force(
 ) -> Float[Array, "*B J D"]:
     """Return F_i = Σ_k P_k (W^Q_kᵀ o_ik [ + d_k ∘ a_ik ]) (Eq. 3, 14), in closed form.
 
-    `diagonal_in_update` adds the bracket; with it and without P the force is −∂ε/∂u.
-    `preconditioner`: every P_k, written out. Other arguments as in `interaction_energy`.
+    `diagonal_in_update` adds the bracket; with it and without P, the force is −∂ε/∂u.
+    `preconditioner`: every P_k as a full matrix. Other arguments as in `interaction_energy`.
     """
     scores = Scores(slopes, self_bias, segments)
     u, query, diagonal, keys = _prepared(u, h, query, key, diagonal, rotary, scores)

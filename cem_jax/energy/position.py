@@ -21,11 +21,11 @@ class Rotary(NamedTuple):
 
 
 def alibi_slopes(num_heads: int, scheme: str = "power_of_two") -> Float[np.ndarray, " K"]:
-    """Return m_k of the logit −m_k (i − j) for every head, in float32.
+    """Return the slopes m_k of the logits −m_k (i − j), one per head, in float32.
 
     power_of_two (Appendix B): m_k = 2^−k, k = 1..K. press (Press et al. 2022): m_k = 2^(−8k/K);
-    where K is no power of two, the slopes of the power of two below, then every other slope of the
-    power above. Raises ValueError on an unknown scheme or no heads.
+    if K is not a power of two, the slopes for the next lower power of two, then every other slope
+    for the next higher one. Raises ValueError for an unknown scheme or no heads.
     """
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1; got {num_heads}")
@@ -45,9 +45,9 @@ def _geometric(count: int) -> list[float]:
 def rotate(
     x_BJKR: Float[Array, "*B J K R"], rotary: Rotary | None, *, inverse: bool = False
 ) -> Float[Array, "*B J K R"]:
-    """Return rot(i) x_i, in the dtype of `x`: coordinates (r, r + R/2) turn by i · base^(−2r/R).
+    """Return rot(i) x_i, in the dtype of `x`: (r, r + R/2) rotate by i · base^(−2r/R).
 
-    `inverse` turns back: rot(i)ᵀ. Raises ValueError for odd R and for positions that do not fit.
+    `inverse` rotates back: rot(i)ᵀ. Raises ValueError if R is odd or the positions do not match.
     """
     if rotary is None:
         return x_BJKR

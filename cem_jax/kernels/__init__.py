@@ -5,10 +5,10 @@ Attention is the derivative of a log-partition function. With
     s_ijk = (k_jk·q_ik + g_i·h_j)/τ − m_k(i−j) + β_k[i=j]        lse_ik = log Σ_{j≤i} exp s_ijk
 
 ∂lse_ik/∂q_ik = o_ik/τ, o_ik = Σ_j softmax_j(s_ijk) k_jk: attention with its keys as values. So
-`jax.grad` of an energy −τ Σ_k lse_ik runs the fused kernel, and training differentiates that:
-`dispatch` tells how. `call` has the records that go from a layer to a kernel.
+`jax.grad` of an energy −τ Σ_k lse_ik runs the fused kernel, and training differentiates that;
+`dispatch` explains how. `call` has the records that pass from a layer to a kernel.
 
-Of the project, this package knows only `sharding`.
+Of the other packages, this one imports only `sharding`.
 """
 
 from cem_jax.kernels.call import IMPLEMENTATIONS, Call, Options, Outputs, Scores

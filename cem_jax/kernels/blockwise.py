@@ -1,7 +1,7 @@
-"""Attention, its keys as values or with values of their own, tile by tile: O(J) memory anywhere.
+"""Attention with keys as values or with separate values, tile by tile: O(J) memory, any platform.
 
 One scan visits the tiles on or below the diagonal, row after row; a tile is [B, K, I, N] scores.
-The backward pass is written out, so nothing of a tile outlives its visit.
+The backward pass is written by hand, so no part of a tile is kept after its visit.
 
 Shapes: B batch · J positions · K heads · R head dim · D model dim · G 1 if the heads share the
 diagonal, else K · C 1 for an average summed over heads, else K · I, N positions of a query and a
@@ -43,14 +43,14 @@ T = TypeVar("T")
 
 
 class Window(NamedTuple):
-    """Queries that are some blocks of the sequence, in any order, against all of its keys."""
+    """Query blocks of the sequence, in any order, and the tiles they form with all of its keys."""
 
     starts: jax.Array  # first position of each query block, [X]
     tiles: jax.Array  # (query block, key block) of the tiles to visit, [·, 2]
 
 
 class Blocked(NamedTuple):
-    """A call cut into blocks, the block axis first."""
+    """A call cut into blocks, with the block axis first."""
 
     call: Call  # q [X, B, K, I, R]; k, v [Y, B, K, N, R]; g [X, B, G, I, D]; h [Y, B, 1, N, D]
     query_segments: jax.Array | None  # [X, B, I]
@@ -65,22 +65,22 @@ class Blocked(NamedTuple):
         return i[:, None] - j[None, :]
 
     def sweep(self, visit: Callable[[T, Index, Index], T], carry: T) -> T:
-        """Carry through the tiles: carry = visit(carry, query block, key block)."""
+        """Scan over the tiles: carry = visit(carry, query block, key block)."""
         step = lambda carry, tile: (visit(carry, tile[0], tile[1]), None)
         return lax.scan(step, carry, self.window.tiles)[0]
 
 
 def default_blocks(positions: int) -> tuple[int, int]:
-    """Return sizes of tiles that stay in a core's cache.
+    """Return block sizes whose tiles stay in a core's cache.
 
-    On CPU, 64 positions beat 128 up to some hundred positions.
+    On CPU, blocks of 64 beat 128 for sequences of up to a few hundred positions.
     """
     size = 64 if positions <= 512 else 128
     return min(size, positions), min(size, positions)
 
 
 def forward(call: Call, options: Options, chunks: Chunks | None = None) -> Outputs:
-    """Return the outputs; with `chunks`, q and g are those of their queries."""
+    """Return the outputs; with `chunks`, q and g hold only the queries of those chunks."""
     return _forward(call, *_placed(call, options, chunks))
 
 
@@ -95,7 +95,7 @@ IMPLEMENTATION = Implementation(forward, backward, lambda call, options: None)
 
 
 def _placed(call: Call, options: Options, chunks: Chunks | None) -> tuple[Options, Window]:
-    """The options with their blocks, and the tiles that these make."""
+    """Return the options with block sizes filled in, and the resulting window of tiles."""
     positions = call.k.shape[1]
     queries, keys = options.block_sizes or default_blocks(positions)
     key_blocks = lambda size: -(-positions // size)
@@ -140,7 +140,7 @@ def _forward(call: Call, options: Options, window: Window) -> Outputs:
 def _backward(call: Call, options: Options, window: Window, outputs: Outputs, bar: Outputs) -> Call:
     block, _ = options.block_sizes
     blocked = _cut(call, options, window)
-    # exp(s − ∞) = 0: the rows that padding added take no part
+    # exp(s − ∞) = 0: padded rows contribute nothing
     lse_XBKI = _cut_heads_first(outputs.lse, block, padding=jnp.inf)
     # rounded first: do·k − do·o of a row that sees one key is then 0 in low precision too
     do_BJKR = bar.o.astype(call.q.dtype)
@@ -160,7 +160,7 @@ def _backward(call: Call, options: Options, window: Window, outputs: Outputs, ba
 
 
 def _scores(blocked: Blocked, x, y, options: Options):
-    """s of query block x against key block y, −∞ replaced by a finite floor. [B, K, I, N]."""
+    """Return s [B, K, I, N] of query block x and key block y, with a finite floor for −∞."""
     call, pick = blocked.call, lambda segments, n: None if segments is None else segments[n]
     s_BKIN = _product("bkir,bknr->bkin", call.q[x], call.k[y])
     if call.g is not None:
@@ -212,7 +212,7 @@ def _sweep_forward(blocked: Blocked, options: Options):
 
 
 def _sweep_average(blocked: Blocked, lse_XBKI, options: Options):
-    """a_i = Σ_j p_ij h_j. A second sweep: a sum over heads needs every head's softmax finished."""
+    """Return a_i = Σ_j p_ij h_j, in a second sweep: a sum over heads needs every head's lse."""
     h = blocked.call.h
     count, batch, all_heads, queries = lse_XBKI.shape
     heads = 1 if options.average == "summed" else all_heads
@@ -227,7 +227,7 @@ def _sweep_average(blocked: Blocked, lse_XBKI, options: Options):
 
 
 def _sweep_delta(blocked: Blocked, lse_XBKI, e_XBCID, options: Options):
-    """Σ_j p_ij E_ij, for each head. [X, B, K, I]."""
+    """Return Σ_j p_ij E_ij for each head, [X, B, K, I]."""
 
     def visit(delta, x, y):
         p_BKIN = _probabilities(blocked, lse_XBKI, x, y, options)
@@ -281,11 +281,11 @@ def _sweep_backward(
 
 
 def _shared(t_BKIN, heads: int):
-    """Summed over the heads where they share one tile."""
+    """Sum over the heads if they share one tile."""
     return t_BKIN.sum(1, keepdims=True) if heads == 1 else t_BKIN
 
 
-# Cutting into blocks and joining again. Padding is behind every real position, so no real query
+# Cutting into blocks and joining again. Padding comes after every real position, so no real query
 # sees a padded key.
 
 
@@ -313,7 +313,7 @@ def _cut(call: Call, options: Options, window: Window) -> Blocked:
 
 
 def _cut_positions(x_BJKR, size: int, padding=0):
-    """[B, J, K, R] → [X, B, K, I, R], padded."""
+    """Pad and cut [B, J, K, R] into [X, B, K, I, R]."""
     batch, positions, heads, width = x_BJKR.shape
     count = -(-positions // size)
     missing = ((0, 0), (0, count * size - positions), (0, 0), (0, 0))
@@ -322,19 +322,19 @@ def _cut_positions(x_BJKR, size: int, padding=0):
 
 
 def _join(x_XBKIR, positions: int):
-    """[X, B, K, I, R] → [B, J, K, R]."""
+    """Join [X, B, K, I, R] into [B, J, K, R]."""
     count, batch, heads, size, width = x_XBKIR.shape
     x = x_XBKIR.transpose(1, 0, 3, 2, 4).reshape(batch, count * size, heads, width)
     return x[:, :positions]
 
 
 def _cut_heads_first(x_BKJ, size: int, padding=0):
-    """[B, K, J] → [X, B, K, I]."""
+    """Pad and cut [B, K, J] into [X, B, K, I]."""
     return _cut_positions(jnp.swapaxes(x_BKJ, 1, 2)[..., None], size, padding)[..., 0]
 
 
 def _join_heads_first(x_XBKI, positions: int):
-    """[X, B, K, I] → [B, K, J]."""
+    """Join [X, B, K, I] into [B, K, J]."""
     return jnp.swapaxes(_join(x_XBKI[..., None], positions)[..., 0], 1, 2)
 
 

@@ -1,7 +1,7 @@
-"""One call, from a layer down to a kernel: its arrays, what is static in it, and what comes back.
+"""One call of a kernel: its arrays, its static options, and its outputs.
 
 Shapes: B leading axes · J positions (i query, j key) · K heads · R head dim · D model dim ·
-I, N positions of any queries and of any keys.
+I, N any number of query and key positions.
 """
 
 import operator
@@ -22,7 +22,7 @@ AVERAGES = ("none", "summed", "per_head")
 
 
 class Scores(NamedTuple):
-    """All of a score that is no product: what is added to the products, and what hides pairs.
+    """The parts of a score besides its products: biases, and masks that hide pairs.
 
         s_ijk = (k_jk·q_ik + g_i·h_j)/τ − m_k(i−j) + β_k[i=j]      hidden: j > i, other segments
 
@@ -35,16 +35,16 @@ class Scores(NamedTuple):
         config/schema        the field that switches it on
         verify/plain         the formula that `cem verify` compares with
 
-    All else passes the record on: implementations in plain JAX take values and gradients from
-    `bias`, and `BIASES` says what is split over a mesh and summed over the batch.
+    Everything else passes the record on: implementations in plain JAX take values and gradients
+    from `bias`, and `BIASES` lists what is split over a mesh and summed over the batch.
     """
 
     slopes: Float[Array, " K"] | None = None  # m
     self_bias: Float[Array, " K"] | None = None  # β
-    segments: Int[Array, "*B J"] | None = None  # document ids: a position sees its own only
+    segments: Int[Array, "*B J"] | None = None  # document ids: a position sees only its own
 
     def bias(self, distance_IN: Int[Array, "I N"], dtype: DTypeLike) -> Float[Array, "#K #I #N"]:
-        """Return what is added to the scores of pairs `distance_IN` = i − j apart."""
+        """Return the bias of the scores of pairs `distance_IN` = i − j apart."""
         each_head = lambda x: x.astype(dtype)[:, None, None]
         bias_KIN = jnp.zeros((1, 1, 1), dtype)
         if self.slopes is not None:
@@ -57,7 +57,7 @@ class Scores(NamedTuple):
     def bias_gradient(
         self, ds_KIN: Float[Array, "K I N"], distance_IN: Int[Array, "I N"]
     ) -> "Scores":
-        """Return the gradients of the biases from `ds_KIN`, that of `bias`."""
+        """Return the gradients of the biases, given `ds_KIN`, the gradient of `bias`."""
         bias_KIN = lambda scores: jnp.broadcast_to(
             scores.bias(distance_IN, ds_KIN.dtype), ds_KIN.shape
         )
@@ -81,12 +81,12 @@ def visible(
 
 
 def in_front(x: Shaped[Array, "..."], ndim: int) -> Shaped[Array, "..."]:
-    """Return `x` with axes of size 1 before its own, `ndim` in all."""
+    """Return `x` with leading axes of size 1 added, up to `ndim` axes."""
     return jnp.expand_dims(x, range(ndim - x.ndim))
 
 
 class Call(NamedTuple):
-    """The arrays of one call, or as many gradients, shapes or partitions of them."""
+    """The arrays of one call; or their gradients, shapes or partitions."""
 
     q: Float[Array, "*B J K R"]
     k: Float[Array, "*B J K R"]
@@ -97,31 +97,31 @@ class Call(NamedTuple):
 
     @property
     def per_head(self) -> bool:
-        """Whether each head has its own g."""
+        """Return whether each head has its own g."""
         return self.g is not None and self.g.ndim == self.q.ndim
 
     @property
     def split(self) -> bool:
-        """Whether queries, q and g, are those of one device, some of the sequence's positions."""
+        """Return whether q and g hold only one device's part of the sequence's positions."""
         return self.q.shape[1] != self.k.shape[1]
 
     @property
     def floating(self) -> "Call":
-        """What has a gradient: all but the segments."""
+        """Return the call without segments, so that every array has a gradient."""
         return self._replace(scores=self.scores._replace(segments=None))
 
     def map(self, f: Callable) -> "Call":
-        """Apply `f` to q, k, v, g and h, those that there are."""
+        """Apply `f` to those of q, k, v, g and h that are present."""
         arrays = {name: getattr(self, name) for name in ("q", "k", "v", "g", "h")}
         return self._replace(**{name: f(x) for name, x in arrays.items() if x is not None})
 
     def as_gradient_of(self, call: "Call") -> "Call":
-        """Return gradients in the dtypes of what they belong to."""
+        """Return these gradients, cast to the dtypes of the arrays of `call`."""
         return jax.tree.map(lambda x, y: x.astype(y.dtype), self, call.floating)
 
 
 class Outputs(NamedTuple):
-    """What a forward pass returns, in float32 or better; or the gradients of all three."""
+    """The outputs of a forward pass, in float32 or better; or the gradients of all three."""
 
     lse: Float[Array, "*B K J"]  # log Σ_j exp s_ijk
     o: Float[Array, "*B J K R"]  # Σ_j α_ijk v_jk, α the softmax of s over j
@@ -130,12 +130,12 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What is static in a call.
+    """The static options of a call.
 
-    `average` is the average of h that is wanted as a: "none", "summed" over heads
-    (Σ_k Σ_j α_ijk h_j), or "per_head". `block_sizes` are positions of a query and of a key block,
-    None to let the implementation choose. `interpret` runs the TPU kernels in Pallas' interpreter:
-    True, or its parameters. Raises ValueError on values that are none.
+    `average` is the average of h to return as a: "none", "summed" over heads
+    (Σ_k Σ_j α_ijk h_j), or "per_head". `block_sizes` are the positions per query and key block;
+    None lets the implementation choose. `interpret` runs the TPU kernels in Pallas' interpreter:
+    True, or its parameters. Raises ValueError for invalid values.
     """
 
     tau: float
@@ -158,12 +158,12 @@ class Options:
 
     @property
     def c(self) -> float:
-        """1/τ."""
+        """Return 1/τ."""
         return 1.0 / self.tau
 
 
 def _number(tau) -> float:
-    """`tau` as a Python float, so that it never promotes an array's dtype."""
+    """Return `tau` as a Python float, so that it never promotes an array's dtype."""
     if isinstance(tau, jax.core.Tracer):
         raise ValueError("tau is a number of the program, not traced: a static argument of its jit")
     if not float(tau) > 0:
@@ -184,17 +184,17 @@ def _blocks(sizes) -> tuple[int, int] | None:
 
 
 class Chunks(NamedTuple):
-    """The queries of one call, where a sequence's positions are split over devices.
+    """The queries of one device when a sequence's positions are split over devices.
 
-    Keys are those of the whole sequence.
+    The keys are those of the whole sequence.
     """
 
-    starts: tuple[tuple[int, int], ...]  # by device: first positions of its chunks, in array order
+    starts: tuple[tuple[int, int], ...]  # per device: first positions of its chunks, in array order
     length: int  # positions of a chunk
-    device: Any  # the one at work; traced
+    device: Any  # index of this device; traced
 
     def own(self, tables: Sequence[ArrayLike]) -> Int[Array, "..."]:
-        """Return the entry of the device at work in a list with one per device."""
+        """Return this device's entry in a list with one entry per device."""
         return lax.dynamic_index_in_dim(np.stack(tables), self.device, keepdims=False)
 
     def blocks(self, size: int) -> list[np.ndarray]:
@@ -204,31 +204,31 @@ class Chunks(NamedTuple):
 
     @property
     def end(self) -> Int[Array, ""]:
-        """The first position that no query of the device at work sees."""
+        """Return the first position that no query of this device sees."""
         return self.own([np.int32(max(starts) + self.length) for starts in self.starts])
 
 
 class Implementation(NamedTuple):
     """One way to compute a call, as pure functions of arrays with one leading axis.
 
-    An implementation that can work for some of a sequence's queries takes their `Chunks` as a
-    last argument of its passes.
+    An implementation that supports a subset of a sequence's queries takes their `Chunks` as the
+    last argument of both passes.
     """
 
     forward: Callable[..., Outputs]  # (call, options)
     backward: Callable[..., Call]  # (call, options, outputs, gradients of these)
-    obstacle: Callable[[Call, Options], str | None]  # why it cannot serve a call; shapes suffice
+    obstacle: Callable[[Call, Options], str | None]  # why it cannot run a call; needs only shapes
 
 
 def accumulator(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype of scores, softmax and sums: float32, or float64 where the inputs are."""
+    """Return the dtype of scores, softmax and sums: float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def checked(call: Call) -> Call:
-    """Turn array-likes into arrays of one floating dtype.
+    """Convert array-likes to arrays of one floating dtype.
 
-    Raises ValueError with the shapes where they do not fit together.
+    Raises ValueError, naming the shapes, if they do not match.
     """
     given = {n: x for n, x in call._asdict().items() if x is not None and n != "scores"}
     call = call._replace(

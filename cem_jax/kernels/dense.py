@@ -1,6 +1,6 @@
-"""The log-partition function with every score written out: O(J²) memory, the oracle of the others.
+"""The log-partition function with all scores materialized: O(J²) memory, the reference for tests.
 
-Derivatives, of any order, are JAX's own.
+JAX derives all derivatives, of any order.
 
 Shapes: B leading axes · J positions of queries (i) · C of keys (j), J unless decoding · K heads ·
 R head dim · D model dim.
@@ -38,7 +38,7 @@ def log_partition(call: Call, options: Options) -> Float[Array, "*B K J"]:
 
 
 def attend(call: Call, options: Options, start: Int[Array, ""] | int = 0) -> Outputs:
-    """Return what `kernels.attend` does, with the probabilities written out."""
+    """Return the outputs of `kernels.attend`, with the probabilities materialized."""
     s_BKJC = scores(call, options, start)
     lse_BKJ = jax.nn.logsumexp(s_BKJC, axis=-1)
     p_BKJC = jnp.exp(s_BKJC - lse_BKJ[..., None]).astype(call.q.dtype)
@@ -57,9 +57,9 @@ def attend(call: Call, options: Options, start: Int[Array, ""] | int = 0) -> Out
 def attend_cached(call: Call, options: Options, start: Int[Array, ""] | int) -> Outputs:
     """Return `attend` for N new queries at positions start … start+N−1 of a cache: decoding.
 
-    q and g have the N new positions, k, h and v the cache's. A query does not see what the cache
-    holds behind its own position. Raises ValueError where these positions are not all in the cache,
-    unless `start` is traced: then the caller sees to it.
+    q and g have the N new positions; k, h and v those of the cache. A query does not see what the
+    cache holds after its own position. Raises ValueError if these positions are not all in the
+    cache, unless `start` is traced: then the caller must ensure it.
     """
     new, length = call.q.shape[1], call.k.shape[1]
     if not isinstance(start, jax.core.Tracer) and not 0 <= int(start) <= length - new:

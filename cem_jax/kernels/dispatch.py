@@ -1,28 +1,28 @@
-"""The log-partition function, its derivatives, and which implementation computes them.
+"""The log-partition function, its derivatives, and the choice of implementation.
 
-A loss that is trained on goes through the same kernels at three levels, each a custom_vjp here.
+A training loss uses the same kernels at three levels, each a custom_vjp here.
 
-1. `_log_partition`, lse. Asked by an energy: `force_on_query` differentiates −τ Σ_k lse_ik with
+1. `_log_partition`, lse. Used by an energy: `force_on_query` differentiates −τ Σ_k lse_ik with
    respect to q, and to g where the diagonal's gradient is in the update. That derivative is
    attention itself,
 
        ∂lse_ik/∂q_ik = o_ik/τ        ∂lse_ik/∂g_ik = a_ik/τ
 
    so its forward pass runs one kernel, which returns lse, o and a, and its backward pass only
-   multiplies. With `update="closed_form"` a layer asks for `attend` and there is no level 1. Other
+   multiplies. With `update="closed_form"` a layer calls `attend` and there is no level 1. Other
    gradients of lse than these two go through level 2.
 
-2. `_attend`, (lse, o, a). Asked by training: the loss's gradient reaches the o and a of level 1, or
-   of `attend`, and from there q, k, v, g, h and the biases. It keeps the call and its outputs (what
-   `OUTPUT` names for rematerialization) and runs the backward kernel of the same implementation.
+2. `_attend`, (lse, o, a). Used by training: the loss's gradient reaches the o and a of level 1, or
+   of `attend`, and from there q, k, v, g, h and the biases. It keeps the call and its outputs
+   (named `OUTPUT` for rematerialization) and runs the backward kernel of the same implementation.
 
-3. `_attend_backward`, the gradients. Asked by a derivative of training's gradient: Hessians, tests,
-   and nothing in training. Backward kernels have no derivative of their own, so here it is that of
-   blockwise's backward pass, plain JAX, which has every further one too.
+3. `_attend_backward`, the gradients. Differentiated only by Hessians and tests, never in training.
+   Backward kernels have no derivative of their own, so the derivative used is that of blockwise's
+   backward pass: plain JAX, differentiable to any order.
 
 Levels 2 and 3 choose the implementation when they are traced: the fused kernels of the platform
-that the program is compiled for where these can serve the call, else blockwise, each on its part of
-the mesh in use. "dense" is outside all this: plain JAX at every level and in both modes.
+that the program is compiled for if they can run the call, else blockwise; each device of the mesh
+in use computes its part. "dense" bypasses all this: plain JAX at every level and in both modes.
 
 Every function takes (call, options, …). Shapes: B leading axes · J positions · K heads ·
 R head dim · D model dim.
@@ -46,7 +46,7 @@ from cem_jax.kernels.call import Call, Implementation, Options, Outputs, Scores,
 from cem_jax.kernels.over_mesh import over_mesh
 from cem_jax.sharding.layout import split_in_use
 
-# for `jax.checkpoint` policies: lse, o and a, expensive to compute again and cheap to keep
+# for `jax.checkpoint` policies: lse, o and a, expensive to recompute and cheap to keep
 OUTPUT = "attention"
 _log = logging.getLogger(__name__)
 
@@ -74,14 +74,14 @@ def log_partition(
 ) -> Float[Array, "*B K J"]:
     """Return lse_ik = log Σ_{j≤i} exp s_ijk (`call.Scores`), in float32 (float64 for float64).
 
-    Differentiable in every floating argument, twice. A position sees itself and what is before it,
-    within its own segment where `segments` are given. `g` = d∘u and `h` carry the diagonal of the
+    Twice differentiable in every floating argument. A position sees itself and those before it,
+    within its own segment if `segments` are given. `g` = d∘u and `h` carry the diagonal of the
     interaction matrix; a `g` without head axis is shared by the heads, its tile computed once.
-    `implementation`: dense (every score written out), blockwise (O(J) memory, any platform), pallas
-    (the fused kernel of a TPU or a GPU), or auto: fused where that can be, else blockwise.
-    `block_sizes`: positions of a query and a key block. `interpret`: run the TPU kernel in Pallas'
-    interpreter. `tau` is a number, not differentiated. Raises ValueError on shapes that do not fit,
-    `Unavailable` where pallas is requested and cannot run.
+    `implementation`: dense (all scores materialized), blockwise (O(J) memory, any platform), pallas
+    (the fused kernel of a TPU or a GPU), or auto: fused if possible, else blockwise.
+    `block_sizes`: positions per query and key block. `interpret`: run the TPU kernel in Pallas'
+    interpreter. `tau` is a number, not differentiated. Raises ValueError if shapes do not match,
+    `Unavailable` if pallas is requested and cannot run.
     """
     call = Call(q=q, k=k, g=g, h=h, scores=Scores(slopes, self_bias, segments))
     options = Options(
@@ -91,18 +91,18 @@ def log_partition(
 
 
 def total_log_partition(call: Call, options: Options) -> Float[Array, "*B J"]:
-    """Return Σ_k lse_ik, all an energy needs.
+    """Return Σ_k lse_ik, which is all an energy needs.
 
     Since the heads are summed, the derivative with respect to a shared `g` is one vector
-    Σ_k Σ_j α_ijk h_j per position, instead of one for each head. Raises as `log_partition` does.
+    Σ_k Σ_j α_ijk h_j per position instead of one per head. Raises as `log_partition` does.
     """
     return _differentiable(options).log_partition(checked(call), options, True)
 
 
 def attend(call: Call, options: Options) -> Outputs:
-    """Return lse, o and a: what the derivatives of the log-partition function are made of.
+    """Return lse, o and a, from which the derivatives of the log-partition function are formed.
 
-    Raises as `log_partition` does, and ValueError where `options.average` has no h to average.
+    Raises as `log_partition` does, and ValueError if `options.average` has no h to average.
     """
     call = checked(call)
     if options.average != "none" and call.h is None:
@@ -127,7 +127,7 @@ def _dense_log_partition(call: Call, options: Options, head_sum: bool):
 
 
 def _attend_leading(call: Call, options: Options) -> Outputs:
-    """`_attend` with any leading axes."""
+    """Run `_attend` with any leading axes."""
     leading = call.q.shape[:-3]
     flat = lambda x: x.reshape(-1, *x.shape[len(leading) :])
     restored = lambda x: x.reshape(*leading, *x.shape[1:])
@@ -151,8 +151,8 @@ def _log_partition_forward(primals: Call, options: Options, head_sum: bool):
     call = jax.tree.map(lambda p: p.value, primals, is_leaf=is_primal)
     paths = jax.tree_util.tree_leaves_with_path(primals, is_leaf=is_primal)
     asked = {path[0].name for path, p in paths if p.perturbed}
-    # An energy's gradient with respect to the state asks for q, perhaps g: then attention itself is
-    # the derivative. Anything else takes attention's own backward pass.
+    # An energy's gradient with respect to the state needs only q, perhaps g: then attention itself
+    # is the derivative. Anything else takes attention's own backward pass.
     shared_g = call.g is not None and not call.per_head
     if asked <= {"q", "g"} and (head_sum or not shared_g or "g" not in asked):
         if "g" in asked:
@@ -195,7 +195,7 @@ def _attend(call: Call, options: Options) -> Outputs:
 
 
 def _keep(call: Call, options: Options):
-    outputs = _attend(call, options)  # so that this pass has a derivative too
+    outputs = _attend(call, options)  # so that this pass is differentiable too
     outputs = jax.tree.map(lambda x: checkpoint_name(x, OUTPUT), outputs)
     return outputs, (call, outputs)
 
@@ -230,7 +230,7 @@ _DENSE = _Differentiable(_dense_log_partition, dense.attend)
 _CHOSEN = _Differentiable(_log_partition, _attend_leading)
 
 
-# Which implementation. Jitted, so that the kernels of equal layers and steps are traced once.
+# Choice of implementation. Jitted, so that the kernels of equal layers and steps are traced once.
 
 
 @partial(jax.jit, static_argnums=1)
@@ -273,7 +273,7 @@ def _chosen(call: Call, options: Options) -> Implementation:
     able = {}
     for platform, load in FUSED_PLATFORMS.items():
         if platform == "cuda" != target:
-            continue  # Triton's lowering asks for the GPU it is meant for
+            continue  # Triton's lowering needs the GPU it compiles for
         fused = over_mesh(load()) if split else load()
         reason = fused.obstacle(call, options)
         if reason is None:
@@ -297,7 +297,7 @@ def _chosen(call: Call, options: Options) -> Implementation:
 
 
 def _by_platform(default: Callable, fused: dict[str, Callable]) -> Callable:
-    """One function of (call, options, …) for each platform, chosen when the program is lowered."""
+    """Return a function of (call, options, …) that picks its platform's when it is lowered."""
 
     def run(call, options, *rest):
         of_arrays = lambda f: lambda call, *rest: f(call, options, *rest)
@@ -308,7 +308,7 @@ def _by_platform(default: Callable, fused: dict[str, Callable]) -> Callable:
 
 
 def target_platform() -> str:
-    """Return cpu, tpu or cuda: of the mesh in use where it names a device, else JAX's default."""
+    """Return cpu, tpu or cuda: from the mesh in use if it names a device, else JAX's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return "cuda" if platform == "gpu" else platform

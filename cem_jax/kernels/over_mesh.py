@@ -3,7 +3,7 @@
 XLA cannot split a kernel by itself, so `over_mesh` wraps it in a shard_map over the mesh in use
 (`jax.set_mesh`). Arrays that all heads share (g, h, a) are copies on the devices of a row, and
 their gradients are summed over these devices; so are the gradients of the scores' biases over the
-batch. `split_positions` does what split positions need besides.
+batch. `split_positions` adds what split positions need.
 
 Shapes: B batch · J positions · K heads · R head dim · D model dim.
 """
@@ -19,14 +19,14 @@ from cem_jax.kernels import split_positions
 from cem_jax.kernels.call import BIASES, Call, Implementation, Options, Outputs, Scores
 from cem_jax.sharding.layout import Split, split_in_use
 
-# What is split of each array's leading dimensions.
+# How each array's leading dimensions are split.
 _KEYS = ("batch", None, "heads")  # whole on every device
 _HEADS = ("batch", "sequence", "heads")
 _SHARED = ("batch", "sequence")
 
 
 def over_mesh(implementation: Implementation) -> Implementation:
-    """Run an implementation on each device's part, with the sums between devices."""
+    """Return an implementation that runs on each device's part and sums between devices."""
     split = split_in_use()
     if not split:
         return implementation
@@ -46,7 +46,7 @@ def over_mesh(implementation: Implementation) -> Implementation:
             local,
             in_specs=(_specs(call, split),),
             out_specs=_output_specs(options, split),
-            check_vma=False,  # what is summed over which axis is written out above
+            check_vma=False,  # the sums over each axis are explicit above
         )(call)
 
     def backward(call: Call, options: Options, outputs: Outputs, bar: Outputs) -> Call:
@@ -99,7 +99,7 @@ def share(call: Call, split: Split) -> Call:
 
 
 def _by_dims(call: Call, of: Callable) -> Call:
-    """`of(array, what is split of its dimensions)` for every array that there is."""
+    """Return `of(array, names of its split dimensions)` for every array present."""
     give = lambda x, *dims: None if x is None else of(x, dims)
     biases = {name: give(getattr(call.scores, name), "heads") for name in BIASES}
     return Call(
@@ -117,7 +117,7 @@ def _specs(call: Call, split: Split) -> Call:
 
 
 def _gradient_specs(call: Call, split: Split) -> Call:
-    """Those of the call, but keys' gradients come summed, each device with its positions."""
+    """Return the call's specs, but with gradients of keys summed and split by position."""
     specs = _specs(call.floating, split)
     placed = lambda spec, *dims: None if spec is None else split.spec(*dims)
     return specs._replace(
@@ -135,7 +135,7 @@ def _output_specs(options: Options, split: Split) -> Outputs:
 
 
 def _sum(x, axes: tuple[str, ...]):
-    """Summed over `axes`, in float32 at least."""
+    """Sum over `axes`, in float32 or better."""
     if x is None or not axes:
         return x
     return lax.psum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axes).astype(x.dtype)

@@ -1,12 +1,12 @@
 """Attention with its positions split over devices: each has some queries, and all keys.
 
-Device r of n holds the positions r·J/n … of its arrays. Of 2n chunks of the sequence it would then
-own 2r and 2r+1, and the last device would do most of the causal work. So for attention device r
-works for the chunks r and 2n−1−r: a causal row costs as many tiles as there are keys before it, so
-every device then has the same number of tiles. The chunks travel there, and o travels back. Keys
-and h are gathered by the caller, once for all steps.
+Device r of n holds the positions from r·J/n on. Of 2n chunks of the sequence it would then own 2r
+and 2r+1, and the last device would do most of the causal work. So for attention device r computes
+chunks r and 2n−1−r: a causal row costs as many tiles as there are keys before it, so every device
+then has the same number of tiles. The chunks are sent there, and o is sent back. The caller gathers
+the keys and h, once for all steps.
 
-Here is what one device does, inside a shard_map; `axis` is the mesh axis, or several.
+This module is the code of one device, inside a shard_map; `axis` is the mesh axis, or several.
 
 Shapes: B batch · J positions, P those of one device · K heads · R head dim · n devices.
 """
@@ -21,9 +21,9 @@ from cem_jax.kernels.call import Call, Chunks, Implementation, Options, Outputs
 def exchanging(
     implementation: Implementation, *, axis: tuple[str, ...], devices: int
 ) -> Implementation:
-    """Run an implementation on balanced chunks of the queries; return each its own positions.
+    """Run an implementation on balanced chunks of the queries; outputs keep the original layout.
 
-    The gradients of k, v and h come summed over devices, each with its own positions of them.
+    Gradients of k, v and h are summed over devices; each device gets those of its own positions.
     """
     there = lambda x, dim: None if x is None else _travel(x, dim, axis, devices)
     back = lambda x, dim: None if x is None else _travel(x, dim, axis, devices, home=True)
@@ -63,7 +63,7 @@ def exchanging(
 def balanced(devices: int, length: int, device: int | jax.Array) -> Chunks:
     """Return the chunks r and 2n−1−r of every device r.
 
-    The even one is first: it comes out of the first halves of devices' arrays.
+    The even one is first: it comes from the first half of a device's array.
     """
     pair = lambda r: sorted((r, 2 * devices - 1 - r), key=lambda chunk: chunk % 2)
     starts = tuple(tuple(chunk * length for chunk in pair(r)) for r in range(devices))
@@ -71,9 +71,9 @@ def balanced(devices: int, length: int, device: int | jax.Array) -> Chunks:
 
 
 def _travel(x, dim: int, axis, devices: int, home: bool = False):
-    """This device's two chunks, 2r and 2r+1, exchanged for its even and its odd one of r, 2n−1−r.
+    """Exchange this device's chunks 2r and 2r+1 for the even and the odd one of r and 2n−1−r.
 
-    `home`: the way back.
+    `home` reverses the exchange.
     """
     worker = lambda chunk: min(chunk, 2 * devices - 1 - chunk)
     halves = np.split(np.arange(x.shape[dim]), 2)

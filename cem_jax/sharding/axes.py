@@ -1,4 +1,4 @@
-"""The mesh axes, the names of array dimensions, and the one table that maps one to the other.
+"""The mesh axes, the names of array dimensions, and the one table that maps names to axes.
 
 Code names each dimension of an array by what it is ("embed", "heads", "batch", …). LOGICAL_RULES
 says which mesh axes split it, for parameters and activations alike; layouts, divisibility checks
@@ -22,7 +22,7 @@ LOGICAL_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),  # B
     "sequence": ("context",),  # J
     "layers": (),  # L
-    "embed": ("fsdp",),  # D; not of activations, whose rows have taken fsdp
+    "embed": ("fsdp",),  # D; only of parameters: in activations the batch takes fsdp
     "heads": ("tensor",),  # K
     "head_dim": (),  # R
     "mlp": ("tensor",),  # M
@@ -31,18 +31,18 @@ LOGICAL_RULES: dict[str, tuple[str, ...]] = {
     "rank": (),  # of the preconditioner's low-rank part
 }
 
-# What each device gets of a split dimension, where that is not one part but several: attention
-# gives it an early and a late chunk of the positions, which makes causal work equal.
+# Chunks of a split dimension per device, if more than one: attention gives each device an early
+# and a late chunk of the positions, which balances causal work.
 CHUNKS = {"sequence": 2}
 
-# Axes that may cross the slow network between slices of TPUs, in the order of preference.
+# Axes that may cross the slow network between slices of TPUs, in order of preference.
 BETWEEN_SLICES = ("data", "fsdp")
 
 Dims = tuple[str | None, ...]  # one logical name, or None, for each dimension
 
 
 def ways(sizes: Mapping[str, int], dim: str) -> int:
-    """Count the parts into which a mesh of these axis sizes splits the dimension `dim`.
+    """Return the number of parts into which a mesh of these axis sizes splits dimension `dim`.
 
     `sizes` may leave out axes of size 1. `Mesh.shape` is such a mapping.
     """

@@ -1,8 +1,8 @@
-"""What a mesh's sizes must be, and what they must divide. Numbers only, without JAX.
+"""Checks of a mesh's sizes and of the dimensions that they must divide. Plain numbers, no JAX.
 
-JAX copies an array that does not divide to every device without a word, so this is checked before
-anything runs: by the configuration for the axes whose size it states, and by `cem train` for the
-mesh that its devices make.
+JAX silently replicates an array that does not divide evenly, so this is checked before anything
+runs: by the configuration for the axes whose size it states, and by `cem train` for the actual
+mesh.
 """
 
 import math
@@ -15,7 +15,7 @@ from cem_jax.sharding.axes import CHUNKS, LOGICAL_RULES, MESH_AXES, ways
 
 @dataclass(frozen=True)
 class Size:
-    """A size that a mesh splits, and what else it has to satisfy.
+    """A size that a mesh splits, and its other constraints.
 
     Args:
       field: its name, for messages.
@@ -23,7 +23,7 @@ class Size:
       dim: the logical name of the dimensions that have this size.
       divides: name and value of a number that it must divide.
       multiple: a number that it must be a multiple of.
-      least: what it must not fall below.
+      least: its minimum.
     """
 
     field: str
@@ -35,7 +35,7 @@ class Size:
 
 
 def size_faults(sizes: Mapping[str, int]) -> list[str]:
-    """Say what is wrong with devices along each axis, of which one may be -1: what is left."""
+    """List the faults in the numbers of devices per axis; one may be -1, for the remaining ones."""
     faults = [f"mesh.{axis}: no such axis" for axis in sizes if axis not in MESH_AXES]
     faults += [
         f"mesh.{axis}: expected a positive number of devices or -1 (what is left), got {size}"
@@ -49,12 +49,12 @@ def size_faults(sizes: Mapping[str, int]) -> list[str]:
 
 
 def resolve_sizes(sizes: Mapping[str, int], count: int) -> tuple[int, ...]:
-    """Return how many of `count` devices lie along each of MESH_AXES.
+    """Return the number of devices along each of MESH_AXES, of `count` in all.
 
-    An axis that `sizes` leaves out has size 1; one may be -1: what the others leave.
+    An axis missing from `sizes` has size 1; one may be -1, for the remaining devices.
 
     Raises:
-      UserError: the sizes are faulty, or do not multiply out to `count`.
+      UserError: the sizes are faulty, or their product is not `count`.
     """
     faults = size_faults(sizes)
     if faults:
@@ -74,20 +74,20 @@ def resolve_sizes(sizes: Mapping[str, int], count: int) -> tuple[int, ...]:
 def undivided(
     split: Sequence[Size], sizes: Mapping[str, int], *, resolved: bool = False
 ) -> list[str]:
-    """Name each size that does not divide over the mesh, with the nearest that would be accepted.
+    """List each size that does not divide over the mesh, with the nearest accepted sizes.
 
     Args:
       split: all sizes that the mesh splits.
-      sizes: devices along each axis; -1, not known yet, counts as 1.
-      resolved: the sizes are those of a mesh of all devices, so that changing one axis alone is no
-        way out.
+      sizes: devices along each axis; -1 (not known yet) counts as 1.
+      resolved: the sizes are those of a mesh of all devices, so changing one axis alone
+        does not help.
     """
     known = {axis: size for axis, size in sizes.items() if size > 1}
     return [_fault(one, split, known, resolved) for one in split if one.size % _parts(one, known)]
 
 
 def _parts(one: Size, sizes: Mapping[str, int]) -> int:
-    """How many equal parts the mesh makes of a size, chunks included."""
+    """Return the number of equal parts into which the mesh splits a size, counting chunks."""
     devices = ways(sizes, one.dim)
     return devices * CHUNKS.get(one.dim, 1) if devices > 1 else 1
 
@@ -114,7 +114,7 @@ def _fault(one: Size, split: Sequence[Size], sizes: Mapping[str, int], resolved:
 def _offered_axes(
     one: Size, axes: Sequence[str], split: Sequence[Size], sizes: Mapping[str, int]
 ) -> str:
-    """The axes that are to blame, each with the nearest sizes that all it splits would take."""
+    """Return the axes at fault, each with the nearest sizes that divide everything it splits."""
     blamed = [axis for axis in axes if one.size % _parts(one, {axis: sizes[axis]})]
     others = {name: n for name, n in sizes.items() if name not in (blamed or axes)}
     offers = []
@@ -124,12 +124,12 @@ def _offered_axes(
         near = nearest_divisors(math.gcd(*limits), sizes[axis]) if all(limits) else []
         if near:
             offers.append(f"mesh.{axis} {_listed(near)}")
-            others[axis] = math.lcm(*near)  # whichever is taken, the next axis fits beside it
+            others[axis] = math.lcm(*near)  # whichever is chosen, the next axis fits beside it
     return " and ".join(offers) if blamed else " or ".join(offers)
 
 
 def _limit(one: Size, others: Mapping[str, int]) -> int:
-    """What one more axis has to divide, beside the others; 0: no axis would do."""
+    """Return what one more axis must divide, given the others; 0 if no axis size works."""
     taken = _parts(one, others)
     chunks = 1 if taken > 1 else CHUNKS.get(one.dim, 1)
     if one.size % (taken * chunks) == 0:
@@ -138,7 +138,7 @@ def _limit(one: Size, others: Mapping[str, int]) -> int:
 
 
 def _nearest_sizes(one: Size, parts: int) -> list[int]:
-    """Sizes to either side that divide over the mesh and break no other rule."""
+    """Return the nearest sizes on either side that divide over the mesh and keep other limits."""
     step = math.lcm(parts, one.multiple)
     if one.divides is not None:
         return nearest_divisors(one.divides[1], one.size, step)

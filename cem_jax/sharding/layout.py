@@ -18,7 +18,7 @@ from cem_jax.sharding.axes import LOGICAL_RULES, MESH_AXES, ways
 def spec_for(dims: Iterable[str | None], axes: Iterable[str] = MESH_AXES) -> PartitionSpec:
     """Return the partition of an array whose dimensions are named `dims`, over these mesh axes.
 
-    A mesh axis splits one dimension at most: the first that asks for it gets it.
+    A mesh axis splits at most one dimension: the first that is mapped to it.
 
     Raises:
       ValueError: a name is not in LOGICAL_RULES.
@@ -36,7 +36,7 @@ def spec_for(dims: Iterable[str | None], axes: Iterable[str] = MESH_AXES) -> Par
 
 @dataclass(frozen=True)
 class Split:
-    """The axes of a mesh that split arrays, each with its size, which is more than 1."""
+    """The axes of a mesh that split arrays: those with a size above 1, and their sizes."""
 
     sizes: dict[str, int]
 
@@ -48,7 +48,7 @@ class Split:
         return tuple(axis for axis in LOGICAL_RULES[dim] if axis in self.sizes)
 
     def ways(self, dim: str) -> int:
-        """Count the parts into which `dim` is split."""
+        """Return the number of parts into which `dim` is split."""
         return ways(self.sizes, dim)
 
     def spec(self, *dims: str | None) -> PartitionSpec:
@@ -57,7 +57,7 @@ class Split:
 
 
 def split_in_use() -> Split:
-    """Return the split of the mesh set by `jax.set_mesh`, without axes that are manual already."""
+    """Return the split of the mesh set by `jax.set_mesh`, without axes that are already manual."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return Split(
@@ -70,9 +70,9 @@ def split_in_use() -> Split:
 
 
 def lay_out(x: Shaped[Array, "..."], *dims: str | None) -> Shaped[Array, "..."]:
-    """Constrain `x` to be split as its dimensions' names say, if the mesh in use splits anything.
+    """Constrain `x` to be split according to its dimension names, if the mesh in use splits any.
 
-    Dimensions without a name at the end may be left out.
+    Trailing dimensions without a name may be omitted.
     """
     split = split_in_use()
     return lax.with_sharding_constraint(x, split.spec(*dims)) if split else x
@@ -82,8 +82,8 @@ def lay_out(x: Shaped[Array, "..."], *dims: str | None) -> Shaped[Array, "..."]:
 def whole_rows(weight: Shaped[Array, "F D"]) -> Shaped[Array, "F D"]:
     """Gather a weight of which each device has part of every row; F stays split.
 
-    Left to itself XLA multiplies piece by piece while the pieces go round, and adds up outputs
-    that are much larger than the weight. The gradient is summed and split again at once.
+    On its own, XLA would multiply piece by piece while passing the pieces around, and add outputs
+    much larger than the weight. The gradient is reduced and split again in one step.
     """
     return _weight_as(weight, None)
 

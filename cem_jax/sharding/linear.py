@@ -1,7 +1,7 @@
-"""Products with weights stored as rows, `weight_FD`: into its F coordinates and back out of them.
+"""Products with weights stored as rows, `weight_FD`: from D to F coordinates and back.
 
-A tied layer uses one weight both ways, so both products are here. Nothing is flattened: batch and
-sequence axes stay apart, so that either can be sharded.
+A tied layer uses one weight in both directions. Nothing is flattened: batch and sequence axes stay
+separate, so either can be sharded.
 
 Shapes: N any leading axes · D model · F features of the projection.
 """
@@ -38,7 +38,7 @@ def weight_gradient(
 ) -> Float[Array, "F D"]:
     """Compute Σ_n y_nf x_nd, the gradient of a weight between x and y, in `dtype` (default: x's).
 
-    XLA on CPU would transpose y, the wide operand, and compute it a second time to do so, which
+    XLA on CPU would transpose y, the wide operand, and recompute it to do so, which
     takes half of an MLP's time. Here x and the small result are transposed instead.
     """
     leading = tuple(range(x.ndim - 1))

@@ -16,7 +16,7 @@ from cem_jax.sharding.layout import spec_for
 
 
 def require_devices() -> None:
-    """Raise UserError where JAX_PLATFORMS names what is not here, with what is."""
+    """Raise UserError if JAX_PLATFORMS names an unavailable platform; list the available ones."""
     asked = jax.config.jax_platforms
     try:
         jax.devices()
@@ -37,18 +37,18 @@ def require_devices() -> None:
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Make the mesh of all `devices` (default: all there are), ordered to suit their links.
+    """Make the mesh of all `devices` (default: all available), ordered to suit their links.
 
-    Slices of TPUs exchange over the data-center network, which is slow: of the axes, only
-    `BETWEEN_SLICES` may cross it, the first of them that can.
+    TPU slices communicate over the slow data-center network. Only the axes in `BETWEEN_SLICES` may
+    cross it; the first that can does.
 
     Args:
-      sizes: devices along each of MESH_AXES; an axis left out has size 1, and one may be -1:
-        what the others leave.
+      sizes: devices along each of MESH_AXES; an omitted axis has size 1, and one may be -1,
+        for the remaining devices.
 
     Raises:
-      UserError: the sizes do not multiply out to the number of devices, or no axis that may divides
-        over the slices.
+      UserError: the product of the sizes is not the number of devices, or no axis that may cross
+        slices divides over them.
     """
     devices = jax.devices() if devices is None else devices
     shape = resolve_sizes(sizes, len(devices))
@@ -60,12 +60,12 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
 
 
 def slice_of(device: jax.Device) -> int:
-    """Return the slice of TPUs that a device belongs to; 0 where there are none."""
+    """Return the TPU slice that a device belongs to; 0 if there are no slices."""
     return getattr(device, "slice_index", 0)
 
 
 def _over_slices(shape: Sequence[int], slices: int, devices: Sequence[jax.Device]) -> np.ndarray:
-    """The devices in the mesh's shape, slices apart along one axis."""
+    """Return the devices in the mesh's shape, with slices separated along one axis."""
     crossing = {axis: shape[MESH_AXES.index(axis)] for axis in BETWEEN_SLICES}
     for index in map(MESH_AXES.index, crossing):
         if shape[index] % slices == 0:
@@ -80,7 +80,7 @@ def _over_slices(shape: Sequence[int], slices: int, devices: Sequence[jax.Device
 
 
 def usual_meshes(count: int, given: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield meshes of `count` devices worth trying, positions split as in the `given` sizes.
+    """Yield meshes of `count` devices worth trying, with positions split as in the `given` sizes.
 
     All devices along data or along fsdp, then fsdp beside small sizes of tensor.
     """
@@ -98,7 +98,7 @@ def usual_meshes(count: int, given: Mapping[str, int]) -> Iterator[dict[str, int
 
 
 def in_mesh(mesh: Mesh, function: Callable) -> Callable:
-    """Wrap `function` to run with `mesh` in use, so that what it traces may ask for the axes."""
+    """Wrap `function` to run with `mesh` in use, so that tracing sees the mesh axes."""
 
     @wraps(function)
     def call(*args):
@@ -125,14 +125,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_ways(mesh: Mesh | AbstractMesh) -> int:
-    """Count the devices that a batch's rows are split over."""
+    """Return the number of devices that a batch's rows are split over."""
     return ways(mesh.shape, "batch")
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of token windows [B, J+1]: rows only.
+    """Return the sharding of token windows [B, J+1]: only rows are split.
 
-    Positions are split inside the step, where there are J of them.
+    Positions are split inside the step, where there are J.
     """
     return NamedSharding(mesh, spec_for(("batch",)))
 
@@ -141,8 +141,8 @@ def optimizer_shardings(mesh: Mesh, opt_state: Any, params: Any, param_shardings
     """Derive the shardings of an optimizer's state from those of the parameters.
 
     Optimizers keep copies of the parameter tree (moments, accumulated gradients), whole or with
-    holes. A leaf whose path ends in a parameter's path and that has its shape lies as that
-    parameter does; everything else (counters, factored moments) is copied to every device.
+    holes. A leaf whose path ends in a parameter's path, and which has its shape, is sharded like
+    that parameter; everything else (counters, factored moments) is copied to every device.
 
     Args:
       opt_state: the state's tree, abstract (jax.eval_shape of the optimizer's init) or real.
@@ -156,7 +156,7 @@ def optimizer_shardings(mesh: Mesh, opt_state: Any, params: Any, param_shardings
     }
 
     def place(path: tuple, leaf: Any) -> NamedSharding:
-        endings = (path[start:] for start in range(len(path) + 1))  # the longest first
+        endings = (path[start:] for start in range(len(path) + 1))  # longest first
         found = (known[end, leaf.shape] for end in endings if (end, leaf.shape) in known)
         return next(found, replicated(mesh))
 
