@@ -100,7 +100,7 @@ def get_config() -> ml_collections.ConfigDict:
     # With several processes: minutes without progress before reporting which process is missing
     t.stall_minutes = 30.0
 
-    c.mesh = p = ml_collections.ConfigDict()  # devices per axis; -1, for one: what is left
+    c.mesh = p = ml_collections.ConfigDict()  # devices per axis; -1 for one axis: the remaining devices
     p.data = -1
     p.fsdp = 1
     p.tensor = 1
@@ -111,7 +111,7 @@ def get_config() -> ml_collections.ConfigDict:
     k.keep = 2  # how many of the newest are kept
     k.keep_best = True  # also keep the best by validation loss
     k.keep_every = config_dict.placeholder(int)  # steps between checkpoints kept for good
-    k.every_minutes = config_dict.placeholder(float)  # also save after so many minutes
+    k.every_minutes = config_dict.placeholder(float)  # also save after this many minutes
     k.grace_seconds = 240.0  # SIGTERM to exit, saved or not; set below the scheduler's limit
 
     c.eval = e = ml_collections.ConfigDict()

@@ -1,6 +1,6 @@
-"""The models that configs and figures are made of: Llamas, and what CEM replaces in them.
+"""The models of configs and figures: Llamas, and CEM's replacements in them.
 
-The functions that take a configuration return a changed copy. Unless told otherwise CEM has a
+The functions that take a configuration return a changed copy. By default CEM has a
 diagonal shared by the heads, ALiBi, a self bias and no preconditioner.
 """
 
@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from configs import base
 
-PRECONDITIONERS = {  # the field's value: as figures call it
+PRECONDITIONERS = {  # the field's value: its name in figures
     "none": "no P",
     "diagonal": "diagonal P",
     "diagonal_low_rank": "diagonal and low-rank P",
@@ -20,7 +20,7 @@ PRECONDITIONERS = {  # the field's value: as figures call it
 def llama(
     *, dim: int, layers: int, heads: int, hidden: int, vocab_size: int = 32_000
 ) -> ConfigDict:
-    """A Llama of these sizes, trained on 20 tokens per parameter, embeddings counted."""
+    """Return a Llama of these sizes, trained on 20 tokens per parameter, embeddings included."""
     c = base.get_config()
     c.model.update(vocab_size=vocab_size, dim=dim, layers=layers)
     c.model.attention.update(kind="llama", heads=heads, steps=1, position="rope", self_bias=False)
@@ -30,9 +30,9 @@ def llama(
 
 
 def paper_llama(*, dim: int, layers: int, heads: int, hidden: int) -> ConfigDict:
-    """A Llama as the paper trains it: Table 2, which is base.py, on chips of 16 GiB or more."""
+    """Return a Llama trained as in Table 2, which is base.py, on chips of 16 GiB or more."""
     c = llama(dim=dim, layers=layers, heads=heads, hidden=hidden)
-    c.model.remat = "attention"  # recompute the rest: all sizes then fit a chip of 16 GiB
+    c.model.remat = "attention"  # recompute the rest, so that all sizes fit a chip of 16 GiB
     c.train.microbatch = 32  # four per update, as in Table 2
     return c
 
@@ -46,7 +46,7 @@ def cem_attention(
     preconditioner: str = "none",
     **fields: Any,
 ) -> ConfigDict:
-    """Replace attention by CEM's of the same width and heads. `fields`: of model.attention."""
+    """Replace attention by CEM's of the same width and heads. `fields` set model.attention."""
     c = c.copy_and_resolve_references()
     c.model.attention.update(
         kind="cem",

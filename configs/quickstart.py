@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     c.optimizer.final_fraction = 0.02
 
     c.train.steps = 2400
-    c.train.global_batch = 8  # small and many: 2.5M tokens are all there is time for
+    c.train.global_batch = 8  # many small ones: there is only time for 2.5M tokens
     c.train.compute_dtype = "float32"
 
     c.checkpoint.every = 800

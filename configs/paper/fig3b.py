@@ -3,7 +3,7 @@
     cem sweep --config configs/paper/fig3b.py --workdir runs/paper --config.data.path=DATA
     cem sweep --config configs/paper/fig3b.py:mini --workdir runs/mini --config.data.path=DATA
 
-A_k = diag(d) + W_Qᵀ W_K without the diagonal, with one that the heads share, and with one for each
+A_k = diag(d) + W_Qᵀ W_K without the diagonal, with one that the heads share, and with one per
 head. T = 1, diagonal preconditioner, Llama's MLPs. The dashed line is Llama.
 """
 

@@ -3,7 +3,7 @@
     cem sweep --config configs/paper/fig5.py --workdir runs/paper --config.data.path=DATA
     cem sweep --config configs/paper/fig5.py:mini --workdir runs/mini --config.data.path=DATA
 
-The paper names no dimensions for this size; configs/llama_256m.py is a guess of ours.
+The paper names no dimensions for this size; configs/llama_256m.py is our guess.
 """
 
 from collections.abc import Iterator

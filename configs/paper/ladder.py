@@ -6,7 +6,7 @@
     cem sweep --config configs/paper/ours_recursion.py --size ladder --workdir runs/ladder \\
         --config.data.path=DATASET
 
-A figure can be run at `--size ladder`, for all four, or at one of them: `--size 0.3m`.
+A figure can be run at all four (`--size ladder`) or at one of them (`--size 0.3m`).
 
 A run of Llama on one idle core takes 3 to 4 minutes at 0.3m. By FLOPs the others take 6, 26 and 107
 times as long: about 20 minutes at 0.6m, 1.5 hours at 1.3m and 6 hours at 2.6m. CEM attention and a
@@ -43,7 +43,7 @@ SIZES = {
 def get_config(size: str = "0.3m") -> ConfigDict:
     shape = SIZES[size]
     c = models.llama(**shape._asdict(), vocab_size=1024)
-    # A sublayer's output grows with init_std² D at the start: as strong as at D = 672, the paper's.
+    # A sublayer's initial output grows with init_std² D; keep it as at D = 672, the paper's.
     c.model.init_std = round(0.02 * (672 / shape.dim) ** 0.5, 3)
     c.model.scan_layers = False
 
@@ -57,6 +57,6 @@ def get_config(size: str = "0.3m") -> ConfigDict:
     c.checkpoint.keep = 1
     c.checkpoint.keep_best = False
     c.eval.every = 1_000_000
-    c.eval.split = "test"  # once, after the last step: nothing is chosen by it
+    c.eval.split = "test"  # once, after the last step: no choice depends on it
     c.log.tensorboard = False
     return c

@@ -1,12 +1,12 @@
-"""The Llama that the figures' arms are changes of at size "mini": minutes on a CPU.
+"""The Llama from which the figures' arms are derived at size "mini": minutes on a CPU.
 
     cem train --config configs/paper/mini.py --config.data.path=DATASET --workdir runs/mini
 
 DATASET is a directory written by `cem prepare` with a tokenizer of at most 2,048 pieces and splits
-train and test. 836,448 parameters; 2M tokens, far from the paper's 20 per parameter: what can be
-trained a few dozen times on a laptop.
+train and test. 836,448 parameters; 2M tokens, far from the paper's 20 per parameter, so that it
+can be trained a few dozen times on a laptop.
 
-A sublayer's output grows with init_std² D at the start. 0.02 at D = 96 would make it a seventh of
+A sublayer's initial output grows with init_std² D. 0.02 at D = 96 would make it a seventh of
 that at D = 672, the paper's smallest; init_std √D is the same here as there.
 """
 
@@ -30,6 +30,6 @@ def get_config() -> ConfigDict:
     c.checkpoint.keep = 1
     c.checkpoint.keep_best = False
     c.eval.every = 1_000_000
-    c.eval.split = "test"  # once, after the last step: nothing is chosen by it
+    c.eval.split = "test"  # once, after the last step: no choice depends on it
     c.log.tensorboard = False
     return c

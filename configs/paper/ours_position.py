@@ -3,7 +3,7 @@
     cem sweep --config configs/paper/ours_position.py --workdir runs/paper --config.data.path=DATA
 
 The paper drops rotary positions since values would depend on the query. With rotated keys as values
-and one rotation back they need not (docs/mathematics.md). T = 2, no preconditioner, Llama's MLPs.
+and one rotation back they do not (docs/mathematics.md). T = 2, no preconditioner, Llama's MLPs.
 """
 
 from collections.abc import Iterator

@@ -4,7 +4,7 @@
     cem sweep --config configs/paper/ours_recursion.py:0.3m --workdir runs/ladder \\
         --config.data.path=DATA
 
-At the ladder's sizes unless told otherwise. CEM attention, CEM MLPs, and both, without
+At the ladder's sizes by default. CEM attention, CEM MLPs, and both, without
 preconditioners, with T = 1 and 2. A comparison at one learning rate misleads, since the best one
 differs between arms: five, from a quarter to four times the size's own.
 """

@@ -3,7 +3,7 @@
     cem sweep --config configs/paper/ours_step_size.py --workdir runs/paper --config.data.path=DATA
 
 The paper's η is 1 for every T, so that two steps move the stream twice as far. One sublayer is
-CEM's, without a preconditioner: T = 1 against T = 2 with η = 1, with η = 1/2, and with η learned.
+CEM, without a preconditioner: T = 1 against T = 2 with η = 1, with η = 1/2, and with η learned.
 """
 
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ from configs.paper import ladder, mini
 
 
 class Size(NamedTuple):
-    """The Llama that a size's arms are changes of: its file, as --config takes it, and a maker."""
+    """The Llama that a size's arms are derived from: its file, as for --config, and its maker."""
 
     file: str
     llama: Callable[[], ConfigDict]
@@ -31,7 +31,7 @@ PAPER = {
     "162m": _of(llama_162m),
 }
 SMALLEST = {"86m": PAPER["86m"]}
-LARGER = {"256m": _of(llama_256m)}  # Figure 5's, a guess of ours
+LARGER = {"256m": _of(llama_256m)}  # Figure 5's, our guess
 MINI = {"mini": _of(mini)}
 LADDER = {
     size: Size(f"{ladder.__file__}:{size}", partial(ladder.get_config, size))
@@ -45,9 +45,9 @@ def at(
     arms: Callable[[ConfigDict], Iterable[Arm]],
     paper: dict[str, Size] = PAPER,
 ) -> dict[str, dict]:
-    """The fields of a Sweep that follow from its sizes: their files, and arms made from Llamas.
+    """Return the fields of a Sweep that follow from its sizes: files, and arms made from Llamas.
 
-    `name` is `paper`, for the sizes that the paper's figure has, `ladder`, or that of one size.
+    `name` is `paper` for the sizes in the paper's figure, `ladder`, or the name of one size.
     """
     groups = {"paper": paper, "ladder": LADDER}
     if name not in groups and name not in EVERY:

@@ -1,9 +1,9 @@
-"""What an arm is worth over model sizes: against Llama at equal parameters, FLOPs and seconds.
+"""Comparisons of arms with Llama over model sizes, at equal parameters, FLOPs and seconds.
 
 Each arm is taken at its best learning rate. Llama's losses over its sizes give a power law
 L(C) = E + A·C^−α of each cost C: training FLOPs, parameters, seconds. An arm of cost C_a at a size
 where Llama's cost is C_s differs from Llama by Δ, paired by seed. Its loss is read as L(C_s) + Δ,
-so that what a seed or a size has in common cancels. Then
+so that effects common to a seed or a size cancel. Then
 
 * the difference at equal cost is L(C_s) + Δ − L(C_a);
 * the multiplier is m with L(m·C_a) = L(C_s) + Δ: Llama needs m times the arm's cost for its loss.
@@ -12,7 +12,7 @@ Intervals hold 95 % of a parametric bootstrap: Δ and Llama's losses are drawn a
 noise, whose spread over seeds is pooled over arms and sizes, and Llama's curve is fitted to each
 draw. Llama's noise is at least the fit's residual. Without two seeds anywhere there is none.
 
-Axes: D draws, of which the first is what was measured; S sizes; G exponents tried.
+Axes: D draws, the first of which is the measurement; S sizes; G exponents tried.
 """
 
 import math
@@ -40,8 +40,8 @@ class Best:
     """An arm of one size at its best learning rate.
 
     Attributes:
-      rates: how many ran and did not diverge; of one or two, the better is taken.
-      at_edge: the best may lie beyond the rates that ran.
+      rates: the number that ran and did not diverge; of one or two, the better is taken.
+      at_edge: the best rate may lie beyond the rates that ran.
       losses: by seed, in nats.
       seconds: the median over all runs of the arm and size; None where some have none.
     """
@@ -58,17 +58,17 @@ class Best:
 
     @property
     def loss(self) -> float:
-        """Mean over seeds."""
+        """Return the mean over seeds."""
         return fmean(self.losses.values())
 
 
 def best_of(curve: Curve, points: Sequence[Point]) -> Best | None:
-    """Take an arm of one size at its best rate; None where it diverged at all rates.
+    """Return an arm of one size at its best rate; None if it diverged at all rates.
 
     Args:
-      curve: of the seeds that ran at all rates.
-      points: with all seeds. One that ran only at a rate beside the best counts too: it is taken to
-        be as far from the curve at the best rate as it is there.
+      curve: the curve of the seeds that ran at all rates.
+      points: the points with all seeds. A seed that ran only at a rate near the best counts too:
+        its distance from the curve at the best rate is taken to be the same as there.
     """
     finite = curve.finite
     if not finite:
@@ -95,7 +95,7 @@ def best_of(curve: Curve, points: Sequence[Point]) -> Best | None:
 def _deviations(
     points: Sequence[Point], losses: Mapping[float, float], rate: float
 ) -> dict[int, float]:
-    """How far each seed is from the curve at the rate, by what it was beside the rate."""
+    """Return each seed's distance from the curve at the rate, measured at a nearby rate."""
     logs, one_hot = np.log([*losses]), np.eye(len(losses))
     weights = {r: np.interp(math.log(rate), logs, one_hot[i]) for i, r in enumerate(losses)}
     found: dict[int, list[tuple[float, float]]] = {}
@@ -112,14 +112,14 @@ def _deviations(
 
 
 def _interpolated(losses: Mapping[float, float], rate: float) -> float:
-    """Akima's interpolation of the loss over the logarithm of the learning rate."""
+    """Interpolate the loss over the logarithm of the learning rate by Akima's method."""
     line = Akima1DInterpolator(np.log([*losses]), [*losses.values()])
     return float(line(math.log(rate)))
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """E + A·(C/reference)^−α, one for each draw."""
+    """Power laws E + A·(C/reference)^−α, one per draw."""
 
     floor_D: Float[np.ndarray, " D"]
     scale_D: Float[np.ndarray, " D"]
@@ -127,11 +127,11 @@ class PowerLaw:
     reference: float
 
     def loss(self, cost: float) -> Float[np.ndarray, " D"]:
-        """The loss of each draw at the cost."""
+        """Return each draw's loss at the cost."""
         return self.floor_D + self.scale_D * (cost / self.reference) ** -self.exponent_D
 
     def cost(self, loss_D: Float[np.ndarray, " D"]) -> Float[np.ndarray, " D"]:
-        """The cost at which each draw has the loss: ∞ below its floor, NaN without a slope."""
+        """Return each draw's cost for the loss: ∞ below its floor, NaN without a slope."""
         with np.errstate(all="ignore"):
             logs = np.log((loss_D - self.floor_D) / self.scale_D) / self.exponent_D
             cost_D = self.reference * np.exp(-logs)
@@ -153,7 +153,7 @@ def fit(cost_S: Float[np.ndarray, " S"], loss_DS: Float[np.ndarray, "D S"]) -> P
         return PowerLaw(np.zeros_like(scale_D), scale_D, exponent_D, reference)
     draws = np.arange(len(loss_DS))
     low_D, high_D = np.full(len(draws), math.log(0.01)), np.full(len(draws), math.log(3))
-    for _ in range(6):  # each narrows the range to a sixteenth
+    for _ in range(6):  # each round narrows the range to a sixteenth
         exponent_DG = np.exp(np.linspace(low_D, high_D, 33, axis=1))
         floor_DG, scale_DG, error_DG = _least_squares(exponent_DG, x_S, loss_DS)
         best_D = np.argmin(error_DG, axis=1)
@@ -168,7 +168,7 @@ def _least_squares(
     x_S: Float[np.ndarray, " S"],
     loss_DS: Float[np.ndarray, "D S"],
 ) -> tuple[Float[np.ndarray, "D G"], Float[np.ndarray, "D G"], Float[np.ndarray, "D G"]]:
-    """(E, A, sum of squares) for each exponent."""
+    """Return (E, A, sum of squares) for each exponent."""
     y_DGS = np.exp(-exponent_DG[..., None] * x_S)
     loss_DGS = loss_DS[:, None, :]
     from_mean_DGS = y_DGS - y_DGS.mean(axis=-1, keepdims=True)
@@ -196,8 +196,8 @@ class Comparison:
     """An arm of one size against Llama; differences in nats, negative where the arm is better.
 
     Attributes:
-      rates, at_edge: as of Best.
-      seeds: how many both have.
+      rates, at_edge: as in Best.
+      seeds: the number that both have.
       twin: against the Llama of the same size.
       equal_…: against Llama's curve where it costs as much as the arm; None without a curve.
       …_multiplier: how many times the arm's cost Llama needs for its loss; None without a curve.
@@ -221,12 +221,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Power:
-    """What seeds can decide at a size.
+    """The differences that seeds can decide at a size.
 
     Attributes:
       spread: standard deviation of a difference paired by seed, pooled over arms.
       freedom: its degrees of freedom.
-      seeds: how many decide WORTH_DECIDING nats in four of five studies; None for over 1,000.
+      seeds: the number that decides WORTH_DECIDING nats in four of five studies; None if > 1,000.
     """
 
     figure: str
@@ -241,10 +241,10 @@ class Scaling:
     """A figure's arms over model sizes.
 
     Attributes:
-      llama: of each size where it ran, the smallest first.
-      others: the arms, of the sizes where Llama ran.
-      laws: Llama's curve over each cost; without those that were not measured or at one size.
-      powers: of each size with repeated seeds.
+      llama: Llama at each size where it ran, smallest first.
+      others: the arms at the sizes where Llama ran.
+      laws: Llama's curve over each cost that was measured at more than one size.
+      powers: one per size with repeated seeds.
       diverged: arms, with their sizes, that diverged at all learning rates.
     """
 
@@ -261,7 +261,7 @@ class Scaling:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the comparisons should know."""
+        """Return notes for readers of the comparisons."""
         sizes = len(self.llama)
         if sizes == 1:
             curve = (
@@ -283,16 +283,16 @@ class Scaling:
 
     @property
     def formula(self) -> str:
-        """Llama's loss as a formula of FLOPs."""
+        """Return Llama's loss as a formula in FLOPs."""
         law = self.laws["training_flops"]
         floor, scale, exponent = law.floor_D[0], law.scale_D[0], law.exponent_D[0]
         return f"loss = {floor:.3f} + {scale:.3f} · (FLOPs / {law.reference:.3g})^−{exponent:.3f}"
 
 
 def scaling(sweep: Sweep, points: Iterable[Point]) -> Scaling | None:
-    """Compare a figure's arms with its baseline over sizes; None where there is nothing to compare.
+    """Compare a figure's arms with its baseline over sizes; None if there is nothing to compare.
 
-    Points without rows are passed over.
+    Points without rows are skipped.
     """
     points = list(points)
     found, diverged = _best(points)
@@ -320,7 +320,7 @@ def scaling(sweep: Sweep, points: Iterable[Point]) -> Scaling | None:
 
 
 def _best(points: Sequence[Point]) -> tuple[list[Best], list[str]]:
-    """(the arms of each size at their best, those that diverged)."""
+    """Return (each size's arms at their best rates, those that diverged)."""
     found, diverged = [], []
     for curve in curves(points):
         first = curve.points[0]
@@ -334,13 +334,13 @@ def _best(points: Sequence[Point]) -> tuple[list[Best], list[str]]:
 
 
 def paired(best: Best, twin: Best) -> list[float]:
-    """The differences in loss of the seeds that both have."""
+    """Return the differences in loss for the seeds that both have."""
     seeds = sorted(best.losses.keys() & twin.losses.keys())
     return [best.losses[seed] - twin.losses[seed] for seed in seeds]
 
 
 def pooled(groups: Iterable[Iterable[float]]) -> tuple[float, int]:
-    """The standard deviation within groups, and its degrees of freedom, which may be 0."""
+    """Return the standard deviation within groups and its degrees of freedom, possibly 0."""
     squares, freedom = 0.0, 0
     for values in map(list, groups):
         if values:
@@ -350,7 +350,7 @@ def pooled(groups: Iterable[Iterable[float]]) -> tuple[float, int]:
 
 
 class _Noise:
-    """Draws of what other seeds might have given."""
+    """Random draws of the results that other seeds might have given."""
 
     def __init__(self, llama: Mapping[str, Best], others: Sequence[Best]):
         self._random = np.random.default_rng(0)
@@ -359,11 +359,11 @@ class _Noise:
         self.draws = DRAWS if self._pairs[1] else 0
 
     def difference(self, values: Sequence[float]) -> Float[np.ndarray, " D"]:
-        """The mean of paired differences, as measured and as drawn."""
+        """Return the mean of paired differences, as measured and as drawn."""
         return self._drawn(fmean(values), *self._pairs, len(values))
 
     def losses(self, best: Best, residual: float) -> Float[np.ndarray, " D"]:
-        """Llama's loss at a size; `residual`: the spread about its curve."""
+        """Return Llama's loss at a size; `residual` is the spread about its curve."""
         spread, freedom = self._llama
         spread = max(spread, residual * math.sqrt(len(best.losses)))
         return self._drawn(best.loss, spread, freedom, len(best.losses))
@@ -424,7 +424,7 @@ def _compare(
 
 
 def _estimate(value_D: Float[np.ndarray, " D"]) -> Estimate | None:
-    """The first with the interval of the others; None where it is NaN."""
+    """Return the first value with the interval of the others; None if it is NaN."""
     if math.isnan(value_D[0]):
         return None
     if len(value_D) == 1:
@@ -441,10 +441,10 @@ def _power(figure: str, twin: Best, others: Sequence[Best]) -> Iterator[Power]:
 
 
 def seeds_to_decide(nats: float, spread: float, power: float = POWER) -> int | None:
-    """How many seeds decide a difference with this power; None for over 1,000.
+    """Return the number of seeds that decide a difference with this power; None above 1,000.
 
     `spread`: the standard deviation of one seed's paired difference. A difference is decided when
-    Student's 95 % interval of its mean does not hold 0.
+    Student's 95 % interval of its mean excludes 0.
     """
     if not spread:
         return 2

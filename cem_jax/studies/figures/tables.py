@@ -1,7 +1,7 @@
 """A report's numbers and tables as text.
 
 Few digits, the same for the same quantity everywhere: perplexities have one decimal from 10 on and
-two below, losses and their differences (nats) three; what follows ± has as many as what it follows.
+two below, losses and their differences (nats) three; a number after ± has as many as the one before.
 An absent number is a dash. JSON and CSV keep every digit.
 """
 
@@ -13,33 +13,33 @@ from cem_jax.studies.figures.results import BestRate, Difference, Line
 from cem_jax.studies.figures.scaling import WORTH_DECIDING, Comparison, Estimate, Power
 from cem_jax.text import format_count
 
-Table = list[dict[str, str]]  # heading -> text, a line at a time
+Table = list[dict[str, str]]  # heading -> text of a line
 
 
 def perplexity(mean: float, deviation: float | None = None) -> str:
-    """63.8 ± 0.8; `deviation`: over seeds, None for one of them."""
+    """Format as 63.8 ± 0.8; `deviation` is over seeds, None for a single seed."""
     return _with_spread(mean, deviation, 1 if abs(mean) >= 10 else 2)
 
 
 def nats(value: float | None, spread: float | None = None) -> str:
-    """4.155 ± 0.012."""
+    """Format as 4.155 ± 0.012."""
     return shown(None) if value is None else _with_spread(value, spread, 3)
 
 
 def difference(value: float, interval: float | None) -> str:
-    """+0.025 ± 0.009, in nats; 0.000 without a sign for what is no larger."""
+    """Format as +0.025 ± 0.009, in nats; what rounds to zero is 0.000 without a sign."""
     text = nats(value, interval)
     return text if value < 0 or text.startswith("0.000") else f"+{text}"
 
 
 def rate(best: BestRate | Line | Comparison) -> str:
-    """A learning rate; a best one says if it is an end of the range."""
+    """Format a learning rate; for a best one, say if it is at an end of the range."""
     edge = ", an end of the range" if getattr(best, "at_edge", False) else ""
     return f"{best.learning_rate:.3g}{edge}"
 
 
 def multiplier(found: Estimate | None) -> str:
-    """0.93 (0.85 to 1.02); ∞ where Llama's curve does not fall so far."""
+    """Format as 0.93 (0.85 to 1.02); ∞ where Llama's curve does not fall that far."""
     if found is None:
         return shown(None)
     text = lambda value: "∞" if value == math.inf else f"{value:.3g}"
@@ -48,14 +48,14 @@ def multiplier(found: Estimate | None) -> str:
 
 
 def estimated_difference(found: Estimate | None) -> str:
-    """As `difference`, with half the width of the interval."""
+    """Format like `difference`, with half the width of the interval."""
     if found is None:
         return shown(None)
     return difference(found.value, None if found.low is None else (found.high - found.low) / 2)
 
 
 def shown(value: Any) -> str:
-    """Anything else: whole numbers with commas, others with four digits."""
+    """Format anything else: whole numbers with commas, others with four digits."""
     if value is None:
         return "–"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -66,12 +66,12 @@ def shown(value: Any) -> str:
 
 
 def _with_spread(value: float, spread: float | None, decimals: int) -> str:
-    text = f"{round(value, decimals) + 0.0:.{decimals}f}"  # + 0.0: no negative zero
+    text = f"{round(value, decimals) + 0.0:.{decimals}f}"  # + 0.0 avoids a negative zero
     return text if spread is None else f"{text} ± {spread:.{decimals}f}"
 
 
 def of_lines(lines: Iterable[Line]) -> Table:
-    """A figure's points. Seconds depend on the machine's other load, as their heading says."""
+    """Tabulate a figure's points. Seconds depend on other load, as their heading says."""
     return [
         {
             "size": line.size,
@@ -120,7 +120,7 @@ def of_best_rates(found: Iterable[BestRate]) -> Table:
 
 
 def of_comparisons(found: Iterable[Comparison]) -> Table:
-    """Arms at their best rates against the baseline, with one kind of comparison per column."""
+    """Tabulate arms at their best rates against the baseline, one comparison per column."""
     return [
         {
             "size": one.size,

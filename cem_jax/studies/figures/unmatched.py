@@ -1,7 +1,7 @@
 """Rows that match none of the requested figures, and the flags that would match them.
 
-A report reads a directory under the same overrides as its sweep had. Without them its rows are
-other runs' than the figures', and it would be empty without saying why.
+A report must be given the overrides of the sweep whose directory it reads. Without them the rows
+match no run of the figures, and the report would be empty without saying why.
 """
 
 import json
@@ -20,14 +20,14 @@ _MOST_FIELDS = 4
 
 @dataclass(frozen=True)
 class Unmatched:
-    """Rows that differ in the same way from the run of the figures that is nearest to them.
+    """Rows that differ in the same way from the figures' run nearest to them.
 
     Attributes:
       runs: the rows' names.
       size: their model size.
-      nearest: that run, as figures call it; None where no figure has the size.
-      fields: dotted field -> the rows' value, where the run's is another.
-      overrides: the flags under which the figures have these rows; empty where there are none.
+      nearest: that run's name in the figures; None where no figure has the size.
+      fields: dotted field -> the rows' value, where it differs from the run's.
+      overrides: flags under which these rows match the figures; empty if there are none.
     """
 
     runs: tuple[str, ...]
@@ -67,7 +67,7 @@ def unmatched(
     rows: Sequence[Row],
     overrides: Sequence[tuple[str, Any]] = (),
 ) -> list[Unmatched]:
-    """Group rows that are no run's of the sweeps under `overrides`, the largest group first."""
+    """Group rows that match no run of the sweeps under `overrides`, largest group first."""
     runs = {run.key: run for run in runs_of(sweeps, (0,), overrides)}
     values = [(run, _comparable(leaves(run.config))) for run in runs.values()]
     groups: dict[str, list[tuple[Row, Run | None, dict[str, Any]]]] = {}
@@ -90,7 +90,7 @@ def _group(members, sweeps: Sequence[Sweep], overrides: Sequence[tuple[str, Any]
 def _nearest(
     row: Row, runs: Sequence[tuple[Run, Mapping[str, Any]]]
 ) -> tuple[Run | None, dict[str, Any]]:
-    """(the run of the row's size with the fewest fields of other values, those fields)."""
+    """Return (the run of the row's size with the fewest different fields, those fields)."""
     mine = _row_fields(row)
     found = [
         (run, {name: mine[name] for name in mine if mine[name] != theirs[name]})
@@ -106,11 +106,11 @@ def _flags(
     sweeps: Sequence[Sweep],
     overrides: Sequence[tuple[str, Any]],
 ) -> Iterator[str]:
-    """The overrides that give the figures all rows of `keys`, tried out; nothing if none do."""
+    """Find overrides, by trial, that give the figures all rows of `keys`; empty if none do."""
     kept = [(name, value) for name, value in overrides if name not in fields]
     try:
         runs = runs_of(sweeps, (0,), [*kept, *fields.items()])
-    except UserError:  # what figures compare, or what goes together with no other field's value
+    except UserError:  # figures compare the field, or the value is incompatible with other fields
         return
     if keys <= {run.key for run in runs}:
         given = kept + list(fields.items())
@@ -118,13 +118,13 @@ def _flags(
 
 
 def _row_fields(row: Row) -> dict[str, Any]:
-    """A row lacks the fields that were added after it was written; they have their defaults."""
+    """Return a row's fields; ones that were added after it was written have their defaults."""
     default = defaults()
     kept = flattened(row.config)
     return _comparable(default | {name: kept[name] for name in kept if name in default})
 
 
 def _comparable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes two runs different ones, as JSON has it; of the data's places rows know none."""
+    """Return the fields that distinguish runs, as in JSON; rows do not record data paths."""
     trained = {n: v for n, v in values.items() if is_trained(n) and n != "data.mixture"}
     return json.loads(json.dumps(trained))
