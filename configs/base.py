@@ -100,7 +100,7 @@ def get_config() -> ml_collections.ConfigDict:
     # With several processes: minutes without progress before reporting which process is missing
     t.stall_minutes = 30.0
 
-    c.mesh = p = ml_collections.ConfigDict()  # devices per axis; -1 for one axis: the remaining devices
+    c.mesh = p = ml_collections.ConfigDict()  # devices per axis; -1, for one: those left
     p.data = -1
     p.fsdp = 1
     p.tensor = 1

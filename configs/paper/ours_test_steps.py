@@ -2,7 +2,8 @@
 
     cem sweep --config configs/paper/ours_test_steps.py --workdir runs/paper --config.data.path=DATA
 
-The paper leaves scaling at test time to future work. T is not a parameter, so one trained model is enough.
+The paper leaves scaling at test time to future work. T is not a parameter, so one trained model is
+enough.
 """
 
 from collections.abc import Iterator

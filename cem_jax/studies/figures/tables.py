@@ -1,7 +1,7 @@
 """A report's numbers and tables as text.
 
 Few digits, the same for the same quantity everywhere: perplexities have one decimal from 10 on and
-two below, losses and their differences (nats) three; a number after ± has as many as the one before.
+two below, losses and their differences (nats) three; a number after ± has as many as the first.
 An absent number is a dash. JSON and CSV keep every digit.
 """
 
