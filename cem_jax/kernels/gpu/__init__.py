@@ -1,1 +1,1 @@
-"""Fused kernels for GPUs: Pallas, through Triton. `attention` is what is used from outside."""
+"""Fused kernels for GPUs: Pallas, through Triton. Other packages use only `attention`."""

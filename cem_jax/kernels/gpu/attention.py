@@ -1,10 +1,10 @@
 """Fused attention on a GPU: Pallas kernels through its Triton lowering, Ampere to Hopper.
 
-    forward   S = c·g·hᵀ once for all heads; o and lse; where it is wanted, a = (Σ_k P^k) h
-    backward  S again, E = e·hᵀ where a was wanted; dq; dk (and dv); Σ_k dS^k; dg and dh as products
+    forward   S = c·g·hᵀ once for all heads; o and lse; if requested, a = (Σ_k P^k) h
+    backward  S again, E = e·hᵀ if a was requested; dq; dk (and dv); Σ_k dS^k; dg and dh as products
 
-No atomics: the same inputs give the same bits. Nothing but this module is used from outside, so
-another lowering can take its place. Equations in `blockwise`; legend in `tiles`.
+No atomics: the same inputs give the same bits. Only this module is used from outside, so another
+lowering can replace it. Equations in `blockwise`; legend in `tiles`.
 """
 
 import jax
@@ -19,14 +19,14 @@ from cem_jax.kernels.gpu.per_head import backward_by_head, forward_by_head
 from cem_jax.kernels.gpu.shared import common_score, head_sums, pair_scores, weighted_sums
 from cem_jax.kernels.gpu.tiles import LOG2E, Operands
 
-WIDEST = 128  # of a head: accumulators of a wider one do not fit into registers
-OLDEST = 80  # compute capability, times ten: Ampere's, the first that XLA compiles Triton for
+WIDEST = 128  # head dim: accumulators of a wider head do not fit into registers
+OLDEST = 80  # compute capability times ten: Ampere, the first that XLA compiles Triton for
 
 
 def obstacle(call: Call, options: Options) -> str | None:
-    """Why these kernels cannot run this call; None if they can. Needs shapes and dtypes only.
+    """Return why these kernels cannot run this call, or None. Needs only shapes and dtypes.
 
-    On a GPU, or where a mesh names one, also whether that one can.
+    On a GPU, or if a mesh names one, this includes whether that GPU can.
     """
     if call.q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"the GPU kernels take bfloat16, float16 and float32, not {call.q.dtype}"
@@ -56,7 +56,7 @@ def forward(call: Call, options: Options) -> Outputs:
 
 
 def backward(call: Call, options: Options, outputs: Outputs, bar: Outputs) -> Call:
-    """Return the gradients of `call`, from `bar`, those of `outputs`."""
+    """Return the gradients of `call`, given `bar`, those of `outputs`."""
     if call.per_head:
         return backward_by_head(backward, call, options, outputs, bar)
     do_BJKR = bar.o.astype(call.q.dtype)  # rounded first, see `blockwise`
@@ -66,7 +66,7 @@ def backward(call: Call, options: Options, outputs: Outputs, bar: Outputs) -> Ca
     lse = LOG2E * (outputs.lse - common_B1J)
     operands = operands._replace(do=do_BJKR, lse=lse, delta=delta / options.tau)
     if e_BJD is not None:
-        # a gradient may be far below what float16 holds
+        # a gradient may be far below float16's range
         how = product("scores", call, options)
         operands = operands._replace(cross=pair_scores(e_BJD, call.h, 1.0, call.q.dtype, how))
     dq, delta = query_gradient(operands, task("queries", call, options))
@@ -94,23 +94,23 @@ def _refused_device() -> str | None:
 
 
 def _compute_capability() -> int | None:
-    """Times ten, of the GPU that a program is made for; None where that is no GPU."""
+    """Return ten times the target GPU's compute capability; None if the target is no GPU."""
     if hasattr(triton, "is_gpu_device"):
         return triton.get_gpu_info().compute_capability if triton.is_gpu_device() else None
-    if jax.default_backend() != "gpu":  # such a JAX lowers for what it runs on
+    if jax.default_backend() != "gpu":  # such a JAX lowers for its own backend
         return None
     return int(jax.local_devices()[0].compute_capability.replace(".", ""))
 
 
 def _scored(call: Call, options: Options) -> tuple[Operands, jax.Array | float]:
-    """What a forward pass reads, and what it leaves out of each row's scores. [B, 1, J]."""
+    """Return the forward pass's operands, and the part left out of each row's scores [B, 1, J]."""
     tile, common_B1J = None, 0.0
     if call.g is not None:
         pair, how = (call.g, call.h), product("scores", call, options)
         if call.q.dtype == jnp.float32:
             tile = pair_scores(*pair, LOG2E / options.tau, jnp.float32, how)
         else:
-            # logits near 10 would lose 0.02 to 0.04 to bfloat16, and large ones too much to float16
+            # bfloat16 loses 0.02 to 0.04 at logits near 10, float16 too much at large ones
             common_BJ = common_score(*pair, 1 / options.tau)
             tile = pair_scores(*pair, LOG2E / options.tau, jnp.float16, how, LOG2E * common_BJ)
             common_B1J = common_BJ[:, None]
@@ -127,7 +127,7 @@ def _scored(call: Call, options: Options) -> tuple[Operands, jax.Array | float]:
 
 
 def _diagonal_gradients(operands: Operands, call: Call, e_BJD, options: Options):
-    """(dg, dh) [B, J, D]: Σ_j S̄ h_j and Σ_i (S̄ g_i + A e_i), S̄ = Σ_k c·dS^k, A = Σ_k P^k."""
+    """Return dg, dh [B, J, D]: Σ_j S̄ h_j and Σ_i (S̄ g_i + A e_i), S̄ = Σ_k c·dS^k, A = Σ_k P^k."""
     beside = (call.g,) if e_BJD is None else (call.g, e_BJD)
     how = product("sums", call, options)
     sums = head_sums(

@@ -1,13 +1,13 @@
 """Gradients of queries, keys and values on a GPU, without atomics.
 
 Each kernel owns what it writes: one per block of queries makes dq, one per block of keys dk. The
-second computes its tiles keys first, so that both of its products take dSᵀ and Pᵀ as they are.
+second computes its tiles keys first, so both of its products use dSᵀ and Pᵀ as they are.
 
-Shapes as in `tiles`. With c = 1/τ and, where an average of h is wanted, E_ij = e_i·h_j:
+Shapes as in `tiles`. With c = 1/τ and, if an average of h is requested, E_ij = e_i·h_j:
 
     dS_ij = p_ij (do_i·v_j + E_ij − Δ_i)        Δ_i = do_i·o_i + Σ_j p_ij E_ij − dlse_i
     dq_i = c Σ_j dS_ij k_j       dk_j = c Σ_i dS_ij q_i       dv_j = Σ_i p_ij do_i, to dk if v is k
-    dm = −Σ_j Σ_i (i − j) dS_ij             dβ = Σ_j dS_jj             each sum over i written per j
+    dm = −Σ_j Σ_i (i − j) dS_ij             dβ = Σ_j dS_jj             each sum over i stored per j
 """
 
 import jax
@@ -33,7 +33,7 @@ def tile_derivatives(
 
 
 def query_gradient(operands: Operands, task: Task) -> tuple[jax.Array, jax.Array]:
-    """Return (dq in the dtype of q, c·Δ [B, K, J]): Δ with Σ_j p E added where there is an E."""
+    """Return (dq in the dtype of q, c·Δ [B, K, J]): Δ includes Σ_j p E if there is an E."""
     batch, positions, heads, _ = operands.q.shape
     blocks = pl.cdiv(positions, task.queries)
     number = lambda x: blocks - 1 - x
@@ -70,7 +70,7 @@ def _query_kernel(refs: Operands, out_refs: Operands, task: Task):
 
 
 def _expected_cross(refs: Operands, rows: Rows, head, i0, ranges, task: Task):
-    """Σ_j p_ij E_ij: a pass of its own, since dS needs it before the first tile. [I]."""
+    """Return Σ_j p_ij E_ij, [I]: a separate pass, since dS needs it before the first tile."""
     without = refs._replace(cross=None)
 
     def visit(block, sum_I, edge):
@@ -84,7 +84,7 @@ def _expected_cross(refs: Operands, rows: Rows, head, i0, ranges, task: Task):
 
 
 def key_gradients(operands: Operands, task: Task) -> tuple[jax.Array, jax.Array | None, Scores]:
-    """Return (dk, dv or None, the gradients of the biases)."""
+    """Return (dk, dv or None, gradients of the biases)."""
     batch, positions, heads, _ = operands.q.shape
     blocks = pl.cdiv(positions, task.keys)
     number = lambda x: x  # the first keys have the most queries

@@ -1,4 +1,4 @@
-"""Sizes of blocks, warps and pipeline stages on a GPU, by kernel, dtype and lanes of a head.
+"""Block sizes, warps and pipeline stages on a GPU, by kernel, dtype and lanes per head.
 
 Chosen from compilations for an H200 (`benchmarks/gpu_static.py`): the largest tiles without spills.
 """
@@ -9,9 +9,9 @@ from cem_jax.kernels.call import Call, Options
 from cem_jax.kernels.gpu.shared import Product
 from cem_jax.kernels.gpu.tiles import SMALLEST, SQUARE, Task, lanes, square
 
-# kernel: (queries, keys, warps, stages). Two programs fit on a multiprocessor together, so that the
-# products of one run beside the exponentials of the other; tiles are long on the side that is kept,
-# which spares the cache.
+# kernel: (queries, keys, warps, stages). Two programs fit on a multiprocessor, so that one's
+# products overlap with the other's exponentials; tiles are long on the side that a program keeps,
+# which saves cache traffic.
 HALF = {
     "forward": (128, 64, 4, 2),
     "forward, wide": (128, 32, 4, 2),
@@ -21,19 +21,19 @@ HALF = {
     "sums": (64, 128, 8, 2),
     "sums, average": (64, 64, 4, 2),
 }
-# float32 products keep 24 bits, which the tensor cores do not: they take many registers.
+# float32 products keep 24 bits, which tensor cores cannot, so they take many registers.
 FULL = dict.fromkeys(HALF, (32, 32, 4, 2)) | {
     "queries": (32, 32, 8, 2),
     "keys": (16, 32, 8, 2),
     "keys, values": (16, 32, 8, 2),
 }
-# product: (chunk of model dims, warps, stages)
+# product: (model dims per chunk, warps, stages)
 HALF_PRODUCTS = {"scores": (64, 8, 3), "sums": (128, 8, 3)}
 FULL_PRODUCTS = {"scores": (32, 8, 2), "sums": (64, 8, 2)}
 
 
 def task(kernel: str, call: Call, options: Options) -> Task:
-    """What is static in that kernel's call; blocks as asked for, or else chosen."""
+    """Return the kernel's static options, with the requested blocks or else the table's."""
     _, positions, heads, width = call.q.shape
     table = FULL if call.q.dtype == jnp.float32 else HALF
     *blocks, warps, stages = table[_variant(kernel, call, options)]
@@ -44,7 +44,7 @@ def task(kernel: str, call: Call, options: Options) -> Task:
 
 
 def _variant(kernel: str, call: Call, options: Options) -> str:
-    """The kernel's name in the tables: some keep more in registers than others."""
+    """Return the kernel's name in the tables: variants differ in how many registers they use."""
     if kernel == "forward" and lanes(call.q.shape[-1]) > 64:
         return "forward, wide"
     if kernel == "keys" and call.v is not None:
@@ -60,7 +60,7 @@ def product(kernel: str, call: Call, options: Options) -> Product:
 
 
 def refused_blocks(options: Options) -> str | None:
-    """Why blocks of these sizes cannot run; None if they can."""
+    """Return why blocks of these sizes cannot run, or None."""
     if options.block_sizes is None:
         return None
     fits = all(SMALLEST <= n <= SQUARE and n & (n - 1) == 0 for n in options.block_sizes)

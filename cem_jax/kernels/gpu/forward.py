@@ -1,7 +1,7 @@
-"""Attention's forward pass on a GPU: one program per block of queries and head, its keys streamed.
+"""Attention's forward pass on a GPU: one program per query block and head, streaming the keys.
 
-Shapes as in `tiles`. Per row, with the scores in base 2 and over the key blocks seen so far:
-m their running maximum, z = Σ_j 2^(t − m), o = Σ_j 2^(t − m) v_j.
+Shapes as in `tiles`. Per row, over the key blocks seen so far and with scores in base 2:
+m the running maximum, z = Σ_j 2^(t − m), o = Σ_j 2^(t − m) v_j.
 """
 
 import jax
@@ -18,7 +18,7 @@ def attend(operands: Operands, task: Task) -> tuple[jax.Array, jax.Array]:
     """Return (lse [B, K, J], o [B, J, K, R]), in float32."""
     batch, positions, heads, width = operands.q.shape
     blocks = pl.cdiv(positions, task.queries)
-    # heads run fastest: they share a row of tiles in the cache; the longest rows go first
+    # heads vary fastest: they share a row of tiles in the cache; the longest rows start first
     number = lambda x: blocks - 1 - x
     o = jax.ShapeDtypeStruct((batch, positions, heads, width), jnp.float32)
     lse = jax.ShapeDtypeStruct((batch, heads, positions), jnp.float32)

@@ -1,8 +1,8 @@
-"""A diagonal of its own for each head, on a GPU: the kernels of a shared one, a head at a time.
+"""Per-head diagonals on a GPU: the kernels for a shared diagonal, run one head at a time.
 
-Such a diagonal costs K times the products of a shared one, whoever computes them: each head has its
-own tile g_ik·h_j, and its own dS for dg_ik. A head at a time both tiles are [B, P, P], the
-products run at full speed, and memory is that of a shared diagonal.
+Per-head diagonals cost K times the products of a shared one in any implementation: each head has
+its own tile g_ik·h_j, and its own dS for dg_ik. One head at a time, both tiles are [B, P, P], the
+products run at full speed, and memory is the same as for a shared diagonal.
 
 Shapes as in `tiles`, K first.
 """
@@ -16,7 +16,7 @@ from cem_jax.kernels.call import BIASES, Call, Options, Outputs, Scores
 
 
 def forward_by_head(forward: Callable[..., Outputs], call: Call, options: Options) -> Outputs:
-    """Return `forward` of a diagonal that the heads share, for each head; averages are summed."""
+    """Run `forward`, made for a shared diagonal, for each head; sum the averages of h."""
 
     def step(total, own: Call):
         lse, o, a = forward(_with_shared(own, call), options)
@@ -30,7 +30,7 @@ def forward_by_head(forward: Callable[..., Outputs], call: Call, options: Option
 def backward_by_head(
     backward: Callable[..., Call], call: Call, options: Options, outputs: Outputs, bar: Outputs
 ) -> Call:
-    """Return `backward` likewise; what reaches h is summed over the heads."""
+    """Run `backward` for each head; sum the gradients of h over the heads."""
     apart = lambda x: (jnp.moveaxis(x.lse, 1, 0), jnp.moveaxis(x.o, 2, 0))
     of_head = lambda lse_BJ, o_BJR, a: Outputs(lse_BJ[:, None], o_BJR[:, :, None], a)
 
@@ -59,7 +59,7 @@ def backward_by_head(
 
 
 def _by_head(call: Call) -> Call:
-    """What each head has of its own, the heads first: calls of one head."""
+    """Return calls of one head each: the per-head arrays with the head axis first."""
     one = lambda x: None if x is None else jnp.moveaxis(x, 2, 0)[:, :, :, None]
     biases = {n: x[:, None] for n in BIASES if (x := getattr(call.scores, n)) is not None}
     return Call(

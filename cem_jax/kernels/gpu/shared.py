@@ -1,8 +1,8 @@
-"""What heads share on a GPU: the diagonal's tiles, sums over heads, and products with both.
+"""Computations that heads share on a GPU: diagonal tiles, sums over heads, products with both.
 
-The diagonal's scores g_i·h_j are the same for every head, so they are computed once a layer, and
-their gradient needs Σ_k dS^k alone. Such [B, P, P] arrays hold squares on or below the diagonal;
-what lies above is neither written nor read.
+The diagonal's scores g_i·h_j are the same for every head, so they are computed once per layer,
+and their gradient needs only Σ_k dS^k. Such [B, P, P] arrays hold the squares on or below the
+diagonal; the rest is neither written nor read.
 
 Shapes as in `tiles`, with S a square's side, D model dim, C a chunk of it.
 """
@@ -35,9 +35,9 @@ _SUMMED = 64  # positions summed over at a time
 
 
 class Product(NamedTuple):
-    """What is static in a product of head-shared arrays."""
+    """The static options of a product of head-shared arrays."""
 
-    chunk: int  # model dims a step, or a program
+    chunk: int  # model dims per step, or per program
     warps: int
     stages: int
     interpret: bool
@@ -48,8 +48,8 @@ def common_score(
 ) -> Float[Array, "B J"]:
     """Return scale·a_i·b̄, b̄ the mean of b before the square of i, or b_0 in the first square.
 
-    What a row's scores have in common: beside it, little is left for a short type to hold. What
-    comes after a position takes no part in it.
+    This is the common part of a row's scores: the remainder is small enough for a low-precision
+    dtype. It does not depend on later positions.
     """
     batch, positions, dim = a_BJD.shape
     side, padded = square(positions), padded_positions(positions)
@@ -71,7 +71,7 @@ def pair_scores(
     how: Product,
     offset_BJ: Float[Array, "B J"] | None = None,
 ) -> Float[Array, "B P P"]:
-    """Return scale·a_i·b_j, less what is said of row i, clipped to what `dtype` holds."""
+    """Return scale·a_i·b_j, less the common score of row i, clipped to the range of `dtype`."""
     batch, positions, dim = a_BJD.shape
     side, padded = square(positions), padded_positions(positions)
     offsets = ()
@@ -172,7 +172,7 @@ def _call(kernel, grid, in_specs, out_spec, out_shape, how: Product):
 
 
 def _read(ref, start, size: int, c0, chunk: int, positions: int, dim: int):
-    """A part of [J, D]; 0 where there is nothing."""
+    """Read a part of [J, D], with 0 out of bounds."""
     mask = None
     if ref.shape[0] != positions:
         mask = (start + counting(size) < positions)[:, None]
@@ -186,9 +186,9 @@ def _read(ref, start, size: int, c0, chunk: int, positions: int, dim: int):
 def head_sums(
     operands: Operands, task: Task, *, derivative: bool, probability: bool
 ) -> tuple[Float[Array, "B P P"], ...]:
-    """Return (Σ_k c·dS^k, Σ_k P^k), those asked for, [B, P, P] each in the dtype of q.
+    """Return (Σ_k c·dS^k, Σ_k P^k), those requested, each [B, P, P] in the dtype of q.
 
-    All heads run inside a program, so the sum over them needs no memory but its own.
+    A program loops over all heads, so the sum needs no extra memory.
     """
     batch = operands.q.shape[0]
     shape = jax.ShapeDtypeStruct((batch, task.padded, task.padded), operands.q.dtype)

@@ -1,15 +1,15 @@
-"""What the GPU kernels share: their operands in memory, and one tile of scores.
+"""Shared parts of the GPU kernels: operands in memory, and one tile of scores.
 
-Everything is read where it lies: q [B, J, K, R] by position, head and lane, with no transposed or
-padded copy. A head dim that is no power of two is read in two pieces, 84 as 64 + 32 lanes, the last
-ones masked. A last block that is not full is masked where it is read, so that what lies behind the
-array cannot matter.
+Everything is read in place: q [B, J, K, R] by position, head and lane, with no transposed or padded
+copy. A head dim that is not a power of two is read in two pieces, 84 as 64 + 32 lanes, with the
+last lanes masked. A partial last block is masked when it is read, so memory past the array has no
+influence.
 
-Scores are in base 2. A tile holds t = s·log2(e) − offset, `offset` a number for each query: ALiBi
+Scores are in base 2. A tile holds t = s·log2(e) − offset, with one `offset` per query: ALiBi
 is m_k(j − j0) inside a tile that starts at key j0, so its magnitude does not grow with J.
 
 Shapes: B batch · J positions · P positions padded to whole squares · K heads · R head dim ·
-I, N positions of a query and of a key block · L lanes of a piece.
+I, N positions of a query and a key block · L lanes of a piece.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,34 +28,34 @@ LOG2E = 1.4426950408889634
 # Head-shared tiles are written and read by squares of this many positions on or below the diagonal.
 SQUARE = 128
 SMALLEST = 16  # positions or lanes of one matrix instruction
-_HIDDEN = -1e30  # finite: a row's running maximum may be of hidden scores alone
+_HIDDEN = -1e30  # finite: a row's running maximum may be over hidden scores only
 
 Ref = Any  # a reference into memory; Pallas has no public type of it
 Index = int | Int[Array, ""]
-Pieces = tuple[Float[Array, "I L"], ...]  # of a head's lanes
+Pieces = tuple[Float[Array, "I L"], ...]  # a head's lanes, piece by piece
 InTile = Float[Array, "I N"] | Float[Array, "N I"]
 
 
 class Operands(NamedTuple):
-    """Arrays that a kernel reads, or the references to them inside it."""
+    """Arrays that a kernel reads, or references to them inside the kernel."""
 
     q: Any = None  # [B, J, K, R]
     k: Any = None  # [B, J, K, R]
     v: Any = None  # [B, J, K, R]; None: the keys
     do: Any = None  # [B, J, K, R]
-    shared: Any = None  # log2(e)·c·g_i·h_j, of all heads [B, P, P]
-    cross: Any = None  # E = e_i·h_j, what the average of h adds to dP [B, P, P]
+    shared: Any = None  # log2(e)·c·g_i·h_j, shared by all heads [B, P, P]
+    cross: Any = None  # E = e_i·h_j, added to dP by the average of h [B, P, P]
     lse: Any = None  # log2(e)·lse [B, K, J]
     delta: Any = None  # c·Δ [B, K, J]
     scores: Scores = Scores()
 
 
 class Task(NamedTuple):
-    """What is static in a kernel."""
+    """The static options of a kernel."""
 
     positions: int
     heads: int
-    width: int  # of a head
+    width: int  # head dim
     c: float  # 1/τ
     queries: int
     keys: int
@@ -94,14 +94,14 @@ class Rows(NamedTuple):
 
 
 class Output(NamedTuple):
-    """An array that a kernel writes, and the part of it that is a program's."""
+    """An array that a kernel writes, and the part that each program writes."""
 
     shape: jax.ShapeDtypeStruct
     spec: pl.BlockSpec
 
 
 class Piece(NamedTuple):
-    """Lanes of a head that are read together."""
+    """A range of a head's lanes that is read together."""
 
     start: int
     size: int  # a power of two
@@ -109,7 +109,7 @@ class Piece(NamedTuple):
 
 
 def square(positions: int) -> int:
-    """Return the positions of a square: fewer than SQUARE only where there are fewer."""
+    """Return the side of a square in positions: less than SQUARE only for short sequences."""
     return min(SQUARE, max(SMALLEST, pl.next_power_of_2(positions)))
 
 
@@ -118,7 +118,7 @@ def padded_positions(positions: int) -> int:
 
 
 def pieces(width: int) -> tuple[Piece, ...]:
-    """Return one power of two, or two where that reads fewer lanes."""
+    """Split a head dim into one power of two, or two if that reads fewer lanes."""
     whole = max(SMALLEST, pl.next_power_of_2(width))
     first = whole // 2
     rest = max(SMALLEST, pl.next_power_of_2(max(1, width - first)))
@@ -128,7 +128,7 @@ def pieces(width: int) -> tuple[Piece, ...]:
 
 
 def lanes(width: int) -> int:
-    """Return the lanes that a head is read as."""
+    """Return the number of lanes read per head."""
     last = pieces(width)[-1]
     return last.start + last.size
 
@@ -144,9 +144,10 @@ def launch(
     task: Task,
     name: str,
 ) -> Any:
-    """Run `kernel(refs: Operands, output refs, task)` over `grid`, whose first axis runs fastest.
+    """Run `kernel(refs: Operands, output refs, task)` over `grid`, whose first axis varies fastest.
 
-    The batch is the last axis of the grid. `outputs`: a tree of `Output`, as the result is one.
+    The batch is the last axis of the grid. `outputs` is a tree of `Output`; the result has the same
+    structure.
     """
     each = lambda f: jax.tree.map(f, outputs, is_leaf=lambda x: isinstance(x, Output))
 
@@ -168,7 +169,7 @@ def launch(
 
 
 def _whole(operands: Operands, task: Task) -> Operands:
-    """Each array as all that belongs to one batch element; a program reads its own part."""
+    """Return a spec per array that covers one batch element; a program reads its own part."""
     of_head = _spec(None, task.padded, task.heads, lanes(task.width))
     of_pairs = _spec(None, task.padded, task.padded)
     of_rows = _spec(None, task.heads, task.padded)
@@ -201,7 +202,7 @@ def _spec(*shape: int | None) -> pl.BlockSpec:
 
 
 def read_head(ref: Ref, start: Index, size: int, head: Index, task: Task) -> Pieces:
-    """Read positions `start` … of one head, [size, L] per piece; 0 where there is nothing."""
+    """Read positions `start` … of one head, [size, L] per piece, with 0 out of bounds."""
     return tuple(
         _read(
             ref.at[pl.ds(start, size), head, pl.ds(piece.start, piece.size)],
@@ -218,12 +219,12 @@ def read_head(ref: Ref, start: Index, size: int, head: Index, task: Task) -> Pie
 def read_rows(
     ref: Ref, start: Index, size: int, head: Index, task: Task, other: float = 0.0
 ) -> Float[Array, " I"]:
-    """Read a number for each of `size` positions from `start` on of one head."""
+    """Read one number per position of one head, for `size` positions from `start` on."""
     return _read(ref.at[head, pl.ds(start, size)], _within(start, size, task, ndim=1), other)
 
 
 def read_lse(refs: Operands, start: Index, head: Index, task: Task) -> Float[Array, " I"]:
-    """Read log2(e)·lse; ∞ for a query that padding added, whose probabilities are then 0."""
+    """Read log2(e)·lse; ∞ for a padded query, whose probabilities are then 0."""
     return read_rows(refs.lse, start, task.queries, head, task, jnp.inf)
 
 
@@ -245,7 +246,7 @@ def _both(rows, columns):
 
 
 def write_head(ref: Ref, values: Pieces, task: Task) -> None:
-    """Write [I, L] per piece into a block of one head, but for lanes that padding added."""
+    """Write [I, L] per piece into a block of one head, except padded lanes."""
     for piece, value in zip(pieces(task.width), values, strict=True):
         target = ref.at[:, pl.ds(piece.start, piece.size)]
         value = value.astype(ref.dtype)
@@ -283,7 +284,7 @@ def dot(
 
 
 def multiply_add(x: InTile, factor: float, y: InTile, task: Task) -> InTile:
-    """Return factor·x + y in one instruction, which Triton would not contract."""
+    """Return factor·x + y in one instruction; Triton would not fuse the two."""
     if task.interpret:
         return factor * x + y
     factor = jnp.full(x.shape, factor, jnp.float32)
@@ -291,7 +292,7 @@ def multiply_add(x: InTile, factor: float, y: InTile, task: Task) -> InTile:
 
 
 def exp2(x: Float[Array, "..."], task: Task) -> Float[Array, "..."]:
-    """Return 2^x in one instruction: the exact one treats subnormal results in three more."""
+    """Return 2^x in one instruction: the exact version takes three more for subnormal results."""
     if task.interpret:
         return jnp.exp2(x)
     return _instruct("ex2.approx.ftz.f32 $0, $1;", (x,))
@@ -309,7 +310,7 @@ def _instruct(assembly: str, arguments: Sequence):
 
 
 def dot_heads(a: Pieces, b: Pieces) -> InTile:
-    """Return Σ over the pieces of a bᵀ."""
+    """Return a bᵀ summed over the pieces."""
     total = dot(a[0], b[0], transposed=True)
     for x, y in zip(a[1:], b[1:], strict=True):
         total += dot(x, y, transposed=True)
@@ -335,7 +336,7 @@ def tile_at(
     edge: bool,
     keys_first: bool = False,
 ) -> Tile:
-    """Return the tile of queries i0 … and keys j0 …, with its parts of head-shared arrays."""
+    """Return the tile of queries i0 … and keys j0 …, with its parts of the head-shared arrays."""
     part = lambda ref: None if ref is None else shared_tile(ref, i0, j0, task, keys_first)
     return Tile(head, i0, j0, edge, keys_first, part(refs.shared), part(refs.cross))
 
@@ -347,19 +348,19 @@ def shared_tile(ref: Ref, i0: Index, j0: Index, task: Task, keys_first: bool) ->
 
 
 def over_queries(x: Shaped[Array, " I"], keys_first: bool) -> Shaped[Array, "A C"]:
-    """Return a number per query so that it broadcasts over a tile's keys."""
+    """Reshape one number per query to broadcast over a tile's keys."""
     return x[None] if keys_first else x[:, None]
 
 
 def over_keys(x: Shaped[Array, " N"], keys_first: bool) -> Shaped[Array, "A C"]:
-    """Return a number per key so that it broadcasts over a tile's queries."""
+    """Reshape one number per key to broadcast over a tile's queries."""
     return x[:, None] if keys_first else x[None]
 
 
 def scores(refs: Operands, qk: InTile, tile: Tile, task: Task) -> tuple[InTile, Float[Array, " I"]]:
     """Return (t, offset): s·log2(e) = t + offset.
 
-    `qk` are the products of queries and keys.
+    `qk`: the products of queries and keys.
     """
     keys_first, biases = tile.keys_first, refs.scores
     scale = task.c * LOG2E
@@ -385,7 +386,7 @@ def scores(refs: Operands, qk: InTile, tile: Tile, task: Task) -> tuple[InTile, 
 def probabilities(
     refs: Operands, qk: InTile, lse_I: Float[Array, " I"], tile: Tile, task: Task
 ) -> InTile:
-    """Return exp(s − lse) of a tile; `qk` as for `scores`."""
+    """Return exp(s − lse) of a tile; `qk` is as in `scores`."""
     t, offset_I = scores(refs, qk, tile, task)
     return exp2(t - over_queries(lse_I - offset_I, tile.keys_first), task)
 
@@ -405,17 +406,17 @@ def add_bias_gradients(
 
 
 def bias_gradients(sums: Scores, task: Task) -> Scores:
-    """Return the gradients of the biases from what `add_bias_gradients` found, [B, K, J]."""
+    """Return the gradients of the biases from the sums of `add_bias_gradients`, [B, K, J]."""
     total = lambda x: None if x is None else x.sum((0, 2)) / task.c
     slopes = total(sums.slopes)
     return Scores(slopes=None if slopes is None else -slopes, self_bias=total(sums.self_bias))
 
 
 def _distances(ds_NI, ahead):
-    """Σ_i (i − j) dS of a tile whose queries start `ahead` of its keys. [N].
+    """Return Σ_i (i − j) dS, [N], of a tile whose queries start `ahead` of its keys.
 
-    Both sums that it takes, of dS and of dS times the place in the block, are one matrix
-    instruction: places are exact in low precision, and the vector units are the busier ones.
+    Both sums it needs, of dS and of dS times the position in the block, are one matrix
+    instruction: these positions are exact in low precision, and the vector units are busier.
     """
     keys, queries = ds_NI.shape
     i_I1, column_1M = counting(queries)[:, None], counting(SMALLEST)[None]
@@ -427,7 +428,7 @@ def _distances(ds_NI, ahead):
 
 
 def read_rows_of(refs: Operands, start: Index, head: Index, task: Task) -> Rows:
-    """Read the queries `start` … of one head."""
+    """Read the queries of one head from `start` on."""
     return Rows(
         read_head(refs.q, start, task.queries, head, task),
         read_head(refs.do, start, task.queries, head, task),
@@ -437,25 +438,25 @@ def read_rows_of(refs: Operands, start: Index, head: Index, task: Task) -> Rows:
 
 
 def read_keys(refs: Operands, start: Index, head: Index, task: Task) -> tuple[Pieces, Pieces]:
-    """Read k and v of the keys `start` … of one head."""
+    """Read k and v of one head from key `start` on."""
     k = read_head(refs.k, start, task.keys, head, task)
     return k, k if refs.v is None else read_head(refs.v, start, task.keys, head, task)
 
 
 def read_segments(refs: Operands, start: Index, size: int, task: Task) -> Int[Array, " I"]:
-    """Read the document ids of the positions `start` …."""
+    """Read the document ids of the positions from `start` on."""
     return _read(refs.scores.segments.at[pl.ds(start, size)], _within(start, size, task, ndim=1), 0)
 
 
 def keys_of(i0: Index, task: Task) -> tuple[Index, Index]:
-    """Return the key blocks of the queries i0 …: (first at the diagonal, end)."""
+    """Return the key blocks of the queries from i0 on: (first at the diagonal, end)."""
     first = _divided(i0, task.keys)
     end = _divided(i0 + task.queries + task.keys - 1, task.keys)
     return first, jnp.minimum(end, pl.cdiv(task.positions, task.keys))
 
 
 def queries_of(j0: Index, task: Task) -> tuple[Index, Index, Index]:
-    """Return the query blocks of the keys j0 …: (first, first below the diagonal, end)."""
+    """Return the query blocks of the keys from j0 on: (first, first below the diagonal, end)."""
     first = _divided(j0, task.queries)
     below = _divided(j0 + task.keys + task.queries - 2, task.queries)
     end = pl.cdiv(task.positions, task.queries)
@@ -463,12 +464,12 @@ def queries_of(j0: Index, task: Task) -> tuple[Index, Index, Index]:
 
 
 def _divided(x, size: int):
-    """x // size of a number that is not negative."""
+    """Return x // size for a nonnegative x."""
     return lax.div(x, jnp.int32(size))
 
 
 def sweep(visit: Callable, start: Any, full: tuple, edge: tuple, edge_first: bool = False) -> Any:
-    """Run `visit(block, carry, edge)` over two ranges of blocks, `edge` at the diagonal."""
+    """Run `visit(block, carry, edge)` over two ranges of blocks; `edge` is at the diagonal."""
     run = lambda bounds, at_edge, carry: lax.fori_loop(
         *bounds, lambda block, carry: visit(block, carry, at_edge), carry
     )

@@ -1,1 +1,1 @@
-"""Fused kernels for TPUs: Pallas, through Mosaic. `attention` is what is used from outside."""
+"""Fused kernels for TPUs: Pallas, through Mosaic. Other packages use only `attention`."""
