@@ -1,4 +1,4 @@
-"""Cases of the fused kernels in interpret mode, and what they are compared with.
+"""Cases for the fused kernels in interpret mode, and the references they are compared with.
 
 Shapes: B batch · J positions · K heads · R head dim · D model dim.
 """
@@ -13,12 +13,12 @@ from cem_jax.kernels import dense
 from cem_jax.kernels.call import Call, Implementation, Options, Outputs, Scores
 
 TAU = 6.0
-# The interpreter runs a program at a time, so tests take small tiles where they may
+# The interpreter runs one program at a time, so tests use small tiles where possible
 SMALL = (32, 16)
 
 
 def draw(positions, *, dtype=jnp.float32, batch=1, width=28, dim=40, **what) -> Call:
-    """As `random_inputs`, with a batch."""
+    """Draw inputs as `random_inputs` does, with a batch axis."""
     drawn = random_inputs(
         np.random.default_rng(positions), positions, leading=(batch,), width=width, dim=dim, **what
     )
@@ -28,7 +28,7 @@ def draw(positions, *, dtype=jnp.float32, batch=1, width=28, dim=40, **what) -> 
 
 
 def cotangents(call: Call, average: str) -> Outputs:
-    """Gradients of the outputs, drawn."""
+    """Draw gradients of the outputs."""
     rng = np.random.default_rng(1)
     normal = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     batch, positions, heads, _ = call.q.shape
@@ -37,7 +37,7 @@ def cotangents(call: Call, average: str) -> Outputs:
 
 
 def fused(kernels: Implementation, options: Options):
-    """call, cotangents → (outputs, gradients) by the kernels."""
+    """Return the function (call, cotangents) → (outputs, gradients) of the kernels."""
 
     def both(call, bar):
         outputs = kernels.forward(call, options)
@@ -47,7 +47,7 @@ def fused(kernels: Implementation, options: Options):
 
 
 def plain(options: Options):
-    """The same by automatic differentiation of `dense`."""
+    """Return the same function by automatic differentiation of `dense`."""
 
     def both(call, bar):
         segments = call.scores.segments
@@ -61,7 +61,7 @@ def plain(options: Options):
 
 
 def score_gradient_sizes(call: Call, options: Options, bar: Outputs):
-    """Σ|dS| and Σ(i − j)|dS| by head: what the gradients of β and m are sums of. [K] each."""
+    """Return Σ|dS| and Σ(i − j)|dS| per head, which bound the gradients of β and m. [K] each."""
     s_BKIJ = dense.scores(call, options)
 
     def from_scores(s):
@@ -85,12 +85,12 @@ def relative(found, expected) -> float:
 
 
 def interpreted(average="none", blocks=SMALL, interpret=True) -> Options:
-    """Options of the kernels in Pallas' interpreter."""
+    """Return options that run the kernels in Pallas' interpreter."""
     return Options(TAU, average, "pallas", blocks, interpret)
 
 
 def run(kernels: Implementation, call: Call, average="none", blocks=SMALL, interpret=True):
-    """(outputs, gradients) by the kernels."""
+    """Return (outputs, gradients) of the kernels."""
     options = interpreted(average, blocks, interpret)
     assert kernels.obstacle(call, options) is None
     bar = cotangents(call, average)
@@ -98,12 +98,12 @@ def run(kernels: Implementation, call: Call, average="none", blocks=SMALL, inter
 
 
 def run_watched(capfd, caplog, kernels: Implementation, call: Call, average, blocks):
-    """As `run`, on a TPU's interpreter: memory is NaN before it is written, and no copy races."""
+    """Run as `run` does on a TPU's interpreter: unwritten memory is NaN and no copy may race."""
     params = pltpu.InterpretParams(
         detect_races=True,
         uninitialized_memory="nan",
-        dma_execution_mode="eager",  # a copy's time is its start, not when it is waited for
-        vector_clock_size=64,  # with the default's few, copies seem to be ordered that are not
+        dma_execution_mode="eager",  # time a copy by its start, not by the wait for it
+        vector_clock_size=64,  # with the few of the default, unordered copies seem to be ordered
     )
     found = jax.block_until_ready(run(kernels, call, average, blocks, params))
     # printed by older versions of JAX, logged by newer ones
@@ -112,7 +112,7 @@ def run_watched(capfd, caplog, kernels: Implementation, call: Call, average, blo
 
 
 def check(kernels: Implementation, call: Call, average="none", blocks=SMALL) -> None:
-    """Outputs and gradients of the kernels are those of `dense`."""
+    """Check that the kernels' outputs and gradients are those of `dense`."""
     tolerance = 1e-5
     outputs, gradients = run(kernels, call, average, blocks)
     options, bar = Options(TAU, average), cotangents(call, average)
@@ -132,13 +132,13 @@ def check(kernels: Implementation, call: Call, average="none", blocks=SMALL) -> 
 
 
 def on_device(kind: str):
-    """As if compiling for a TPU of this kind."""
+    """Pretend to compile for a TPU of this kind."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def shapes(positions, *, heads, width, dtype=jnp.bfloat16, batch=2, diagonal="shared") -> Call:
-    """Of a call with biases and documents."""
+    """Return the shapes of a call with biases and documents."""
     of = lambda *shape, t=dtype: jax.ShapeDtypeStruct((batch, positions, *shape), t)
     dim = heads * width
     g = {"none": None, "shared": of(dim), "per_head": of(heads, dim)}[diagonal]

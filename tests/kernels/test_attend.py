@@ -56,7 +56,7 @@ def test_blockwise_gradients_are_those_of_dense(x64, name):
 
 @pytest.mark.parametrize("average", ["summed", "per_head"])
 def test_bfloat16_products_sum_in_float32(average):
-    """Every product of both implementations and its gradient: XLA on CPU lacks some of them."""
+    """Covers every product of both implementations and its gradient; XLA on CPU lacks some."""
     diagonal = "shared" if average == "summed" else "per_head"
     inputs = random_inputs(np.random.default_rng(3), 4, leading=(2,), diagonal=diagonal)
     low = {n: jnp.asarray(x, jnp.bfloat16) for n, x in inputs.items()}
@@ -81,7 +81,7 @@ def test_bfloat16_products_sum_in_float32(average):
 
 @pytest.mark.parametrize("name", ["values", "summed", "per-head"])
 def test_over_a_cache(x64, name):
-    """The last two queries, over a cache whose unwritten part holds anything."""
+    """The last two queries attend over a cache whose unwritten part holds arbitrary values."""
     sizes, average = CASES[name]
     inputs = random_inputs(
         np.random.default_rng(4), **{**sizes, "leading": (2,), "segments": False}

@@ -1,4 +1,4 @@
-"""Which implementation runs, and what the one differentiable attention promises of each."""
+"""The choice of implementation, and the guarantees of differentiable attention for each."""
 
 import logging
 
@@ -15,7 +15,7 @@ GPU = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, plat
 
 
 def on(device):
-    """Tracing for a device that this machine lacks."""
+    """Trace for a device that this machine lacks."""
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
 
@@ -72,7 +72,7 @@ def test_interpret_is_refused_without_a_fused_kernel():
 
 
 def training_gradients(inputs, **how):
-    """As training asks: the energy's gradient in the state, and a loss of it differentiated."""
+    """Differentiate a loss of the energy's gradient with respect to the state, as training does."""
     floats = {n: x for n, x in inputs.items() if n != "segments"}
     rest = {n: x for n, x in inputs.items() if n == "segments"}
 
@@ -96,7 +96,7 @@ def test_a_gradient_of_the_energy_is_the_fused_kernel_and_trains():
 
 
 def test_a_fused_backward_pass_can_be_differentiated():
-    """Second derivatives in the keys: no training asks, so plain XLA answers."""
+    """Training needs no second derivatives in the keys, so plain XLA computes them."""
     inputs = shared(9, self_bias=False)
 
     def curvature(**how):

@@ -24,7 +24,7 @@ WIDTHS = (28, 56, 64, 72, 84)
 POSITIONS = (1, 5, 127, 128, 129, 200, 256)
 SHARED = dict(diagonal="shared")
 # Every width, number of positions, diagonal, bias, mask and average at least once, blocks chosen
-# and given, queries' larger than keys' and the other way round.
+# and given, query blocks larger than key blocks and the other way round.
 CASES = {
     "J1": (1, dict(width=56, **SHARED), "none", None),
     "J5": (5, dict(width=84, batch=2, segments=True, **SHARED), "none", None),
@@ -62,11 +62,11 @@ def test_every_width_and_number_of_positions(positions, width, diagonal, average
 @pytest.mark.parametrize("common", [0.0, 4.0], ids=["", "large scores"])
 @pytest.mark.parametrize("average", ["none", "summed"])
 def test_bfloat16_is_as_exact_as_unfused(average, common):
-    """Errors against float32 on the rounded inputs, beside those of XLA's own bfloat16.
+    """Compare errors against float32 on the rounded inputs with those of XLA's own bfloat16.
 
-    lse has that of a tile in float16, half a unit in the eleventh digit of a score. `common`: to
-    every position's g and h, so that scores of the diagonal are near 100; then dg and dh also show
-    what Σ_k dS^k loses to bfloat16, where XLA rounds each head's dS by itself.
+    lse has the error of a tile in float16: half a unit in the eleventh binary digit of a score.
+    `common` is added to every position's g and h, so that diagonal scores are near 100; then dg and
+    dh also show what Σ_k dS^k loses to bfloat16, where XLA rounds each head's dS by itself.
     """
     low = draw(128, width=28, dtype=jnp.bfloat16, batch=2, **SHARED)
     low = low._replace(g=low.g + jnp.bfloat16(common), h=low.h + jnp.bfloat16(common))
@@ -80,14 +80,14 @@ def test_bfloat16_is_as_exact_as_unfused(average, common):
     exact, ours, theirs = run(by_xla, wide), run(by_kernels, low), run(by_xla, low)
     names = ("lse", "o", *(("a",) if average == "summed" else ()), *"qkgh", "slopes", "self_bias")
     for name, x, y, z in zip(names, exact, ours, theirs, strict=True):
-        if name not in ("slopes", "self_bias"):  # sums that cancel: an error is luck
+        if name not in ("slopes", "self_bias"):  # sums that cancel: the error is a matter of luck
             own = 2.0**-12 if name == "lse" else 0.0
             times = 2.5 if common and name in "gh" else 1.5
             assert relative(y, x) <= times * relative(z, x) + own, name
 
 
 def test_padding_is_poisoned_here():
-    """What the ragged cases rely on: the interpreter fills a last block's rest with NaN."""
+    """The ragged cases rely on the interpreter filling the rest of a last block with NaN."""
 
     def copy(x_ref, y_ref):
         y_ref[...] = x_ref[...]
@@ -112,7 +112,7 @@ def test_same_inputs_same_bits():
 
 
 def test_large_scores_stay_finite():
-    """Diagonal scores beyond float16 too."""
+    """Includes diagonal scores beyond float16's range."""
     inputs = draw(40, width=16, dtype=jnp.bfloat16, **SHARED)
     inputs = inputs._replace(q=1e4 * inputs.q, g=1e5 * inputs.g)
     options = Options(1.0, implementation="pallas", interpret=True)

@@ -8,7 +8,7 @@ from cem_jax.kernels import log_partition
 
 TAU = 1.7
 # Every number of positions, kind of diagonal, bias, mask and leading axes at least once, with
-# blocks that divide J, that do not, that exceed it, and that differ for queries and keys.
+# blocks that divide J, do not divide it, exceed it, and differ for queries and keys.
 CASES = {
     "J1": (dict(positions=1, diagonal="shared", segments=True), None),
     "J2": (dict(positions=2, leading=(2,), diagonal="per_head"), (4, 3)),
@@ -29,7 +29,7 @@ def case(request):
 
 
 def split(inputs: dict) -> tuple[dict, dict]:
-    """What is differentiated, and what is not."""
+    """Split the inputs into those that are differentiated and the rest."""
     return (
         {n: x for n, x in inputs.items() if n != "segments"},
         {n: x for n, x in inputs.items() if n == "segments"},
@@ -49,9 +49,9 @@ def test_value_is_the_sum_over_the_keys(x64, case, implementation):
 
 
 def derivatives(inputs: dict, blocks, implementation: str, wanted: tuple) -> dict:
-    """First derivatives, and second ones along random directions, with respect to every input.
+    """Return first derivatives and, along random directions, second ones, in every input.
 
-    `query` and `energy` ask as training does: the inner gradient with respect to the state alone.
+    `query` and `energy` take the inner gradient in the state alone, as training does.
     """
     rng = np.random.default_rng(1)
     floats, rest = split(inputs)
@@ -70,7 +70,7 @@ def derivatives(inputs: dict, blocks, implementation: str, wanted: tuple) -> dic
         return lambda t: along(jax.grad(lambda s: function({**t, **s}))({n: t[n] for n in state}))
 
     def attention_alone(t):
-        """What a layer in Algorithm 1's mode differentiates: the query, with g held."""
+        """Differentiate as a layer in Algorithm 1's mode does: in the query, with g held fixed."""
         return along({"q": jax.grad(lambda q: curved({**t, "q": q}))(t["q"])})
 
     kinds = {
@@ -87,7 +87,7 @@ def derivatives(inputs: dict, blocks, implementation: str, wanted: tuple) -> dic
 def test_derivatives_of_blockwise_are_those_of_dense(x64, case):
     inputs, blocks = case
     positions, wanted = inputs["q"].shape[-3], ("energy",)
-    if "g" in inputs and positions in (5, 130):  # shared, and one a head
+    if "g" in inputs and positions in (5, 130):  # shared, and one per head
         wanted += ("query", "first", "second", *(("state",) if positions == 5 else ()))
     dense = derivatives(inputs, blocks, "dense", wanted)
     blockwise = derivatives(inputs, blocks, "blockwise", wanted)
@@ -100,7 +100,7 @@ def test_derivatives_of_blockwise_are_those_of_dense(x64, case):
 
 
 def test_derivatives_are_finite_differences(x64):
-    """Along one random direction of all inputs together, to second order."""
+    """Compare along one random direction of all inputs together, to second order."""
     rng = np.random.default_rng(2)
     floats, rest = split(random_inputs(rng, 5, leading=(1,), diagonal="shared", segments=True))
     direction = {n: rng.normal(size=x.shape) for n, x in floats.items()}
@@ -165,7 +165,7 @@ def test_large_logits_stay_finite(implementation, scale):
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_low_precision_in_float32_out(implementation, dtype):
-    """Errors beside the inputs' own rounding, so against float32 on the rounded inputs."""
+    """Compare with float32 on the rounded inputs, to exclude the rounding of the inputs."""
     rng = np.random.default_rng(5)
     raw = random_inputs(rng, 20, leading=(2,), diagonal="shared")
     low = {n: jnp.asarray(x, dtype) for n, x in raw.items()}
@@ -183,7 +183,7 @@ def test_low_precision_in_float32_out(implementation, dtype):
     )(wide)
     assert lse.dtype == jnp.float32
     np.testing.assert_allclose(lse, exact, rtol=1e-5, atol=1e-5)  # float32's order of summation
-    # each product's factors are rounded once, its sum once: a few units in the last place
+    # factors and sum of each product are rounded once: a few units in the last place
     tolerance = 8 * float(jnp.finfo(dtype).eps)
     for name, gradient in gradients.items():
         assert gradient.dtype == low[name].dtype
@@ -193,7 +193,7 @@ def test_low_precision_in_float32_out(implementation, dtype):
 
 
 def test_a_query_with_one_key_is_at_rest_in_bfloat16():
-    """Its softmax is 1 whatever the query: o does not move, not even by rounding."""
+    """Its softmax is 1 for any query, so o does not move, not even by rounding."""
     rng = np.random.default_rng(6)
     q, k = (jnp.asarray(rng.normal(size=(1, 2, 8)), jnp.bfloat16) for _ in range(2))
     bar = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
@@ -227,7 +227,7 @@ def test_array_likes_and_number_types(x64, implementation):
 
 
 def test_segments_may_be_any_integers(x64):
-    """−1 too, which blockwise pads with; auto is blockwise here."""
+    """Includes −1, which blockwise uses as padding; auto is blockwise here."""
     rng = np.random.default_rng(8)
     inputs = random_inputs(rng, 5, segments=True)
     inputs["segments"] = np.array([-1, 7, -1, -1, 7])
@@ -251,7 +251,7 @@ def test_vmap_and_an_unused_result(x64):
 
 
 def temporary_bytes(positions: int) -> int:
-    """Of a force and the training gradient through it, compiled."""
+    """Return the temporary bytes of a compiled force and the training gradient through it."""
     shape = jax.ShapeDtypeStruct((1, positions, 2, 16), jnp.float32)
     wide = jax.ShapeDtypeStruct((1, positions, 32), jnp.float32)
 

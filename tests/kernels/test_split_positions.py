@@ -1,4 +1,4 @@
-"""Attention with positions split over devices, against one device, and what it sends about."""
+"""Attention with positions split over devices, against one device, and its communication."""
 
 import os
 import subprocess

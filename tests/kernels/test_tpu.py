@@ -1,4 +1,4 @@
-"""The resident TPU kernels in Pallas' interpreter beside `dense`, and lowered for the platform."""
+"""The resident TPU kernels in Pallas' interpreter against `dense`, and their lowering."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ TAU = 6.0
 SHARED = dict(diagonal="shared")
 PER_HEAD = dict(diagonal="per_head")
 # Every width, number of positions, diagonal, bias, mask and average at least once; one block and
-# several, chosen and given, of queries as long as those of keys and longer.
+# several, chosen and given; query blocks as long as key blocks and longer.
 CASES = {
     "J1": (1, dict(width=56, **SHARED), "none", None),
     "J5": (5, dict(width=84, batch=2, segments=True, **SHARED), "none", None),
@@ -57,7 +57,7 @@ def test_attention_and_its_gradients_are_those_of_dense(name):
 )
 def test_every_width_and_number_of_positions(positions, width, diagonal, average):
     for segments in (False, True):
-        values = segments == (positions % 2 == 0)  # by turns: both beside every mask and width
+        values = segments == (positions % 2 == 0)  # alternating: both with every mask and width
         inputs = draw(positions, width=width, diagonal=diagonal, segments=segments, values=values)
         check(IMPLEMENTATION, inputs, average, blocks=(128, 128))
 
@@ -82,7 +82,7 @@ def test_five_runs_agree_to_the_bit():
 
 
 def test_what_stands_in_later_positions_does_not_matter():
-    """Huge keys and queries after a position leave what comes before to the bit as it was."""
+    """Huge keys and queries after a position leave earlier outputs bit for bit unchanged."""
     inputs = draw(200, heads=2, width=12, dim=24, **SHARED)
     spoilt = inputs._replace(
         **{n: getattr(inputs, n).at[:, 150:].set(1e9) for n in ("q", "k", "g", "h")}
@@ -101,7 +101,7 @@ def test_bfloat16_errs_no_more_than_xla(what):
     bar = cotangents(inputs, "none")
     exact = compiled_quickly(plain(Options(TAU)), wide, bar)(wide, bar)
     found = run(IMPLEMENTATION, inputs, "none", (128, 128))
-    # a softmax rounded to bfloat16 by XLA too
+    # XLA too rounds the softmax to bfloat16
     xla = compiled_quickly(plain(Options(TAU)), inputs, bar)(inputs, bar)
     assert relative(found[0][0], exact[0][0]) <= 1e-5
     assert relative(found[0][1], exact[0][1]) <= 1.5 * relative(xla[0][1], exact[0][1])

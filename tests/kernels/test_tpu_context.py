@@ -1,4 +1,4 @@
-"""The streamed TPU kernels where positions are split over devices, beside `dense` on one."""
+"""The streamed TPU kernels where positions are split over devices, against `dense` on one."""
 
 import importlib.util
 import logging
@@ -22,8 +22,8 @@ from cem_jax.kernels.tpu.layout import Row, Tables, sizes_of, tables_of
 TAU = 6.0
 BLOCKS = (128, 128)
 SMALL = dict(heads=2, width=12, dim=24)
-# devices, positions, what, average, blocks. With two devices the second one's chunks lie the later
-# first, its arrays not in the order of the sequence.
+# devices, positions, what, average, blocks. With two devices, the second one's later chunk comes
+# first, so its arrays are not in the order of the sequence.
 CASES = {
     "none": (2, 512, dict(values=True), "none", BLOCKS),
     "shared": (4, 1024, dict(diagonal="shared", segments=True), "none", BLOCKS),
@@ -33,7 +33,7 @@ CASES = {
 
 
 class Share:
-    """What one device gets and returns: an implementation as `fused_cases` takes it."""
+    """One device's inputs and outputs, as an implementation for `fused_cases`."""
 
     def __init__(self, devices: int, positions: int, device):
         length = positions // (2 * devices)
@@ -87,7 +87,7 @@ def test_devices_have_their_share_of_outputs_and_gradients(name):
 
 @pytest.mark.parametrize(("device", "average"), [(0, "summed"), (1, "none")])
 def test_unwritten_memory_and_races(device, average, capfd, caplog):
-    """The first device's rows lie far apart; the second one never sees the last keys."""
+    """The first device's rows are far apart; the second never sees the last keys."""
     devices, positions = 2, 512
     share = Share(devices, positions, device)
     inputs = share.inputs(draw(positions, heads=1, width=12, dim=24, diagonal="shared"))
@@ -98,7 +98,7 @@ def test_unwritten_memory_and_races(device, average, capfd, caplog):
 @pytest.mark.parametrize("blocks", [(128, 128), (256, 128)])
 @pytest.mark.parametrize("devices", [1, 2, 3, 8])
 def test_no_sum_is_read_while_it_is_written(devices, blocks):
-    """What a tile writes has arrived at the end of the next: a read begins a tile before its own.
+    """A tile's write is complete at the end of the next tile; a read begins one tile ahead.
 
     Only the first tile waits for its own write.
     """
@@ -134,14 +134,14 @@ LENGTH = 1024  # two blocks of 128 for each of four devices
 
 
 def on(kind: str, platform: str):
-    """As if tracing for four devices that share positions."""
+    """Pretend to trace for four devices that share positions."""
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=1, platform=platform)
     kinds = dict(axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device)
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((4,), ("context",), **kinds))
 
 
 def attend_and_differentiate(positions, **how):
-    """(function, arguments): shapes of a call and the gradients of it."""
+    """Return (function, arguments): a call with its gradients, and the shapes it takes."""
     call = shapes(positions, heads=2, width=16)
 
     def run(t, segments):

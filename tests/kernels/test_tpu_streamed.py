@@ -1,4 +1,4 @@
-"""The streamed TPU kernels in Pallas' interpreter beside `dense`, and which kernels run where."""
+"""The streamed TPU kernels in Pallas' interpreter against `dense`, and the choice of kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ SHARED = dict(diagonal="shared")
 PER_HEAD = dict(diagonal="per_head")
 SMALL = dict(heads=2, width=12, dim=24)
 # Every diagonal, bias, mask and average at least once; up to four blocks of queries, as long as
-# those of keys and longer, so that a block of keys is read, added to and written again.
+# key blocks and longer, so that a block of keys is read, added to and written again.
 CASES = {
     "J5": (5, dict(width=84, batch=2, segments=True, **SHARED), "none", None),
     "J129-exact": (129, dict(width=72, segments=True, **SHARED), "summed", (128, 128)),
@@ -42,7 +42,7 @@ CASES = {
 
 @pytest.fixture
 def streamed(monkeypatch):
-    """As where the resident kernels do not fit."""
+    """Pretend that the resident kernels do not fit."""
     monkeypatch.setattr(tpu, "FORWARD", tpu.FORWARD[-1:])
     monkeypatch.setattr(tpu, "BACKWARD", tpu.BACKWARD[-1:])
 
@@ -62,7 +62,7 @@ def test_attention_and_its_gradients_are_those_of_dense(name, streamed):
 )
 def test_every_width_and_number_of_positions(positions, width, diagonal, average, streamed):
     for segments in (False, True):
-        values = segments == (positions % 2 == 0)  # by turns: both beside every mask and width
+        values = segments == (positions % 2 == 0)  # alternating: both with every mask and width
         inputs = draw(positions, width=width, diagonal=diagonal, segments=segments, values=values)
         blocks = (256, 128) if positions > 256 else (128, 128)
         check(IMPLEMENTATION, inputs, average, blocks)
@@ -72,7 +72,7 @@ def test_every_width_and_number_of_positions(positions, width, diagonal, average
     ("positions", "average", "blocks"), [(270, "summed", (128, 128)), (520, "none", (256, 128))]
 )
 def test_unwritten_memory_and_races(positions, average, blocks, streamed, capfd, caplog):
-    """Sums come from HBM and go back there while tiles are computed: no copy meets another."""
+    """Sums move from HBM and back while tiles are computed; no copies may overlap."""
     inputs = draw(positions, heads=1, width=12, dim=24, **SHARED)
     watched = run_watched(capfd, caplog, IMPLEMENTATION, inputs, average, blocks)
     plainly = run(IMPLEMENTATION, inputs, average, blocks, True)
@@ -161,7 +161,7 @@ def test_vmem_does_not_grow_with_positions(kernel):
 
 
 def test_float32_tiles_leave_room_for_what_the_compiler_keeps_of_them():
-    """Found where tiles of 512 × 512 filled the VMEM otherwise: 9.6 MiB beyond what was counted."""
+    """Tiles of 512 × 512 once overfilled the VMEM, by 9.6 MiB that had not been counted."""
     inputs = shapes(1024, heads=16, width=64, dtype=jnp.float32)
     with on_device("TPU v5p"):
         assert IMPLEMENTATION.obstacle(inputs, Options(TAU)) is None

@@ -1,4 +1,4 @@
-"""Grids: which runs a figure has, what makes two runs one, what may be set for all of them."""
+"""Grids: the runs of a figure, the identity of runs, and overrides for all of them."""
 
 import dataclasses
 import shlex
@@ -28,10 +28,10 @@ def test_every_arm_rate_and_seed_once(figure):
     sweep = read_sweep(figure(fields="rates=(0.5, 1, 2),"))
     runs = runs_of([sweep, sweep], range(2))
     assert len({run.name for run in runs}) == len(runs) == 2 * 3 * 2
-    assert [run.seed for run in runs] == [0] * 6 + [1] * 6  # all of a seed before the next
+    assert [run.seed for run in runs] == [0] * 6 + [1] * 6  # one seed after another
     assert {run.config.optimizer.learning_rate for run in runs} == {0.005, 0.01, 0.02}
     assert all(run.config.data.shuffle_seed == run.seed for run in runs)
-    assert len({run.key for run in runs}) == 6  # seeds apart
+    assert len({run.key for run in runs}) == 6  # apart from seeds
 
 
 def test_some_of_the_rates(figure):
@@ -97,7 +97,7 @@ def test_a_field_for_all_runs_changes_their_names(figure):
     sweep = read_sweep(figure())
     names = lambda *given: {run.name for run in runs_of([sweep], (0,), given)}
     assert not names() & names(("data.context", "64"))
-    assert names() == names(("log.every", "7"))  # nothing that is trained
+    assert names() == names(("log.every", "7"))  # does not change what is trained
 
 
 def test_mistakes_are_told_once_and_all(figure):

@@ -1,4 +1,4 @@
-"""configs/paper: every run of every figure is legal, of the right size, and differs as it says."""
+"""configs/paper: all runs are valid, have the right size, and differ as their figure says."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from cem_jax.studies.figures.grid import read_sweep, runs_of
 FOLDER = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted([*(FOLDER / "paper").glob("fig*.py"), *(FOLDER / "paper").glob("ours_*.py")])
 
-CEM = "model.attention.position", "model.attention.self_bias"  # what CEM attention brings along
+CEM = "model.attention.position", "model.attention.self_bias"  # fields that come with CEM attention
 ATTENTION = {"model.attention.kind", "model.attention.preconditioner", *CEM}
 MLP = {"model.mlp.kind", "model.mlp.preconditioner"}
 STEPS_A, STEPS_M = "model.attention.steps", "model.mlp.steps"
@@ -22,7 +22,7 @@ STEP_SIZES = {
     for sublayer in ("attention", "mlp")
     for name in ("step_size", "learn_step_size")
 }
-EITHER = ATTENTION | MLP | {STEPS_A, STEPS_M} | STEP_SIZES  # one of the sublayers is CEM's
+EITHER = ATTENTION | MLP | {STEPS_A, STEPS_M} | STEP_SIZES  # one of the sublayers is CEM
 
 # figure: fields that differ from Llama in some arm, and fields in which the CEM arms differ
 SAYS = {
@@ -69,7 +69,7 @@ def sweep_of(name, size="paper"):
 
 
 def config_of(figure, size, arm):
-    """Resolved, at the size's own learning rate."""
+    """Resolve the configuration, at the size's own learning rate."""
     return config_of_size(sweep_of(figure, size), size, arm)
 
 
@@ -84,7 +84,7 @@ def config_of_size(sweep, size, arm):
 
 
 def changed(configs):
-    """Fields in which some of the configurations differ."""
+    """Return the fields in which some of the configurations differ."""
     values = [leaves(config) for config in configs]
     return {name for name in values[0] if len({repr(v[name]) for v in values}) > 1}
 
@@ -189,7 +189,7 @@ def test_all_figures_at_all_sizes_of_the_paper():
     runs = runs_of(sweeps)
     places = sum(len(arms) * len(s.rates) for s in sweeps for arms in s.arms.values())
     assert sum(len(run.uses) for run in runs) == places
-    assert len(runs) < places  # what is shared is run once
+    assert len(runs) < places  # shared runs are run once
     for size, file in {run.size: run.file for run in runs}.items():
         (tokens,) = {run.config.train.tokens for run in runs if run.size == size}
         assert tokens == load_config(file).train.tokens

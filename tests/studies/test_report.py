@@ -1,4 +1,4 @@
-"""`cem report`: averages, the best learning rate, pictures and one page, whatever is missing."""
+"""`cem report`: averages, the best learning rate, pictures and one page, even with runs missing."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ PNG = b"\x89PNG"
 
 
 def bowl(rate, best):
-    """A perplexity that is least at `best`, symmetrical in the logarithm."""
+    """Return a perplexity that is lowest at `best`, symmetrical in the logarithm."""
     return 20 + np.log(rate / best) ** 2
 
 
@@ -177,7 +177,7 @@ def test_the_best_learning_rate(best, edge, folder):
 
 
 def test_a_curve_has_only_the_seeds_of_all_its_rates(folder, capsys):
-    """Two seeds more at one rate, far worse ones, do not bend the curve."""
+    """Two more seeds at one rate, far worse, do not bend the curve."""
     path = write_figure(folder, plot="learning_rate", fields=f"rates={RATES},")
     rate = lambda run: run.config.optimizer.learning_rate
     own = lambda arm, run: 90 if run.seed else bowl(rate(run), 0.01)

@@ -1,4 +1,4 @@
-"""What seeds decide: which arms are compared, by seed, and when a difference counts."""
+"""Decisions by seeds: which arms are compared, and when a difference counts."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ STEPS = (
 
 
 def compared(path, loss, seeds=(0, 1, 2)):
-    """{(arm, against): result}; `loss(arm, seed)` is None for a missing run."""
+    """Return {(arm, against): result}; `loss(arm, seed)` is None for a missing run."""
     sweep = read_sweep(path)
     losses = [(run, loss(run.uses[0].arm, run.seed)) for run in runs_of([sweep], seeds)]
     rows = [row(run, 1.0, loss=value) for run, value in losses if value is not None]
@@ -43,7 +43,7 @@ def test_what_seeds_have_in_common_cancels(tmp_path):
     ("values", "verdict"),
     [
         ([-0.010, -0.011, -0.009], "better"),
-        ([0.02, -0.01, 0.03], "undecided"),  # the mean is positive, its interval holds 0
+        ([0.02, -0.01, 0.03], "undecided"),  # the mean is positive, its interval contains 0
         ([0.02], "undecided"),  # one seed decides nothing
     ],
 )

@@ -1,4 +1,4 @@
-"""Arms over model sizes: multipliers where the answer is known, and what is said without enough."""
+"""Arms over model sizes: multipliers with a known answer, and reports on too little data."""
 
 import dataclasses
 import math
@@ -27,13 +27,13 @@ def law(flops):
 
 
 def parameters(flops):
-    """As on the ladder, where FLOPs are about 6 · 20 · parameters²."""
+    """Return the parameters as on the ladder, where FLOPs are about 6 · 20 · parameters²."""
     return (flops / 120) ** 0.5
 
 
 @pytest.fixture(scope="module")
 def figure():
-    """`ours_recursion` with two arms, at the sizes and rates asked for."""
+    """Return `ours_recursion` with two arms, at the given sizes and rates."""
     sweep = read_sweep(str(FILE), "ladder")
     keep = lambda arms: [arm for arm in arms if arm.name in ("Llama", ARM)]
 
@@ -45,7 +45,7 @@ def figure():
 
 
 def rows_of(sweep, loss, seeds=(0,)):
-    """Rows of all runs; `loss(size, arm, rate, seed)` is None for one that is missing."""
+    """Return the rows of all runs; `loss(size, arm, rate, seed)` is None for a missing run."""
     found = []
     for run in runs_of([sweep], seeds):
         use = run.uses[0]
@@ -64,7 +64,7 @@ def rows_of(sweep, loss, seeds=(0,)):
 
 
 def worth(multiplier, best=1.0, noise=lambda arm, seed: 0.0):
-    """Losses of an arm whose best is Llama's at `multiplier` times the arm's FLOPs."""
+    """Return losses of an arm whose best is Llama's at `multiplier` times the arm's FLOPs."""
 
     def loss(size, arm, rate, seed):
         flops = FLOPS[size] * (1 if arm == "Llama" else DEARER * multiplier)
@@ -159,7 +159,7 @@ def test_a_diverged_run_takes_its_rate_away_and_no_more(figure):
 
 
 def test_missing_runs(figure):
-    """A missing rate, a size of one rate, and an arm that did not run."""
+    """Covers a missing rate, a size with one rate, and an arm that did not run."""
     loss = worth(1.5)
     missing = lambda size, arm, rate, seed: (
         None
@@ -181,7 +181,7 @@ def test_missing_runs(figure):
 
 
 def test_seeds_of_the_best_rate_alone_count(figure):
-    """They shift the loss by what they differ from seed 0 there, whatever the curve's shape."""
+    """They shift the loss by their difference from seed 0 there, for any shape of the curve."""
     noise = lambda arm, seed: 0.02 * seed + (0.003 * seed if arm == ARM else 0)
     loss = worth(1.5, noise=noise)
     some = lambda *run: loss(*run) if run[3] == 0 or run[2] == 1 else None
@@ -192,7 +192,7 @@ def test_seeds_of_the_best_rate_alone_count(figure):
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say(figure):
-    """With noise: 95 % intervals hold 1.5 in nearly all studies, and are no wider than needed."""
+    """With noise, 95 % intervals contain 1.5 in nearly all studies and are not too wide."""
     sweep = figure(SIZES[:3], (1,))
     points = points_of(sweep, rows_of(sweep, worth(1.5), range(3)))
     random, held, widths = np.random.default_rng(0), [], []
@@ -223,7 +223,7 @@ def test_pairs_have_the_seeds_of_both(figure):
 
 @pytest.mark.parametrize("spread", [0.002, 0.005, 0.01])
 def test_seeds_that_decide(spread):
-    """By simulation: so many seeds decide it four times of five, and one fewer does not."""
+    """In simulation, this number of seeds decides it four times of five; one fewer does not."""
     seeds = seeds_to_decide(0.005, spread)
     random = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""`cem sweep`: trains, evaluates, skips what is there, goes on after failures."""
+"""`cem sweep`: trains, evaluates, skips finished runs, continues after failures."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dataset(folder):
-    """Splits train, validation and test."""
+    """Prepare a dataset with splits train, validation and test."""
     tiny.tiny_dataset(folder / "first", documents=40)
     corpus = folder / "first" / "corpus"
     (corpus / "test").mkdir()
@@ -44,7 +44,7 @@ def figure(folder):
 
 @pytest.fixture(scope="module")
 def swept(folder, dataset, figure):
-    """A sweep of which one arm fails."""
+    """Run a sweep in which one arm fails."""
     workdir, results = folder / "work", folder / "results"
     flags = ["--workdir", str(workdir), "--results", str(results)]
     argv = ["sweep", "--config", figure, *flags, f"--config.data.path={dataset}", "--json"]
@@ -108,7 +108,7 @@ def test_a_row_that_lacks_an_evaluation_is_made_again(swept, folder, monkeypatch
     argv, _, workdir, _ = swept
     (folder / "more").mkdir()
     path = write_figure(folder / "more", fields="evaluate_steps=(2, 3),")
-    monkeypatch.setattr(sweep, "train", lambda config, folder: None)  # it is trained already
+    monkeypatch.setattr(sweep, "train", lambda config, folder: None)  # it is already trained
     argv = ["sweep", "--config", path, "--workdir", str(workdir), argv[-2]]
     assert main(argv) == 0
     rows = [row.loss_at_steps for row in read_rows(epath.Path(workdir)).values()]
@@ -141,7 +141,7 @@ def test_a_signal_stops_the_sweep_and_counts_as_no_failure(
     figure, dataset, tmp_path, monkeypatch, capsys
 ):
     def stopped(config, folder):
-        raise SystemExit(143)  # what a run does after SIGTERM, once it is saved
+        raise SystemExit(143)  # as a run does after SIGTERM, once it is saved
 
     monkeypatch.setattr(sweep, "train", stopped)
     argv = ["sweep", "--config", figure, "--workdir", str(tmp_path)]

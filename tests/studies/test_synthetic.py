@@ -1,4 +1,4 @@
-"""`cem synthetic`: its table, its files, and what happens when it is broken off."""
+"""`cem synthetic`: its table, its files, and its behaviour when interrupted."""
 
 import io
 import json
@@ -18,7 +18,7 @@ SETTINGS = study.Settings(seeds=2, steps=4, points=20, test_points=10)
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Training in no time; the kernels that were asked for."""
+    """Replace training by a stub that takes no time; return the kernels that were requested."""
     asked = []
 
     def fit(model, data, seeds, steps, report):
@@ -98,7 +98,7 @@ def test_a_work_directory_that_cannot_be(capsys, tmp_path, quick):
 
 
 def test_progress_says_how_long(monkeypatch):
-    """16 s to compile and start, then 8 s a step of the plain model: the rest by its FLOPs."""
+    """16 s to compile and start, then 8 s per step of the plain model; the rest by FLOPs."""
     now = [0.0]
     monkeypatch.setattr(study.time, "monotonic", lambda: now[0])
     stream = io.StringIO()

@@ -32,7 +32,7 @@ def test_unit_variance(name):
 
 
 def test_known_covariances():
-    """At a distance of one length scale along the first input."""
+    """Compare at a distance of one length scale along the first input."""
     unit = np.zeros((1, 10))
     unit[0, 0] = LENGTH_SCALE
     assert covariance("rbf", ORIGIN, unit) == pytest.approx(np.exp(-0.5))

@@ -21,7 +21,7 @@ TABLE = {
 
 
 def parameters(name):
-    """Nothing at a special value."""
+    """Draw parameters, none of which has a special value."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: initialise(MODELS[name], jax.random.key(0)))
     centre = lambda name: 1.0 if "norm" in name else 0.0
@@ -35,7 +35,7 @@ def test_sizes_are_table_3s():
 
 @pytest.mark.parametrize("name", ["gated", "cem_t2"])
 def test_flops_are_those_of_the_compiled_program(name):
-    """XLA also counts biases, activations and the inner norms, which are small beside them."""
+    """XLA also counts biases, activations and the inner norms, which are small in comparison."""
     model = MODELS[name]
     shapes = jax.eval_shape(lambda: initialise(model, jax.random.key(0)))
     inputs = jax.ShapeDtypeStruct((100, 10), jnp.float32)
@@ -53,7 +53,7 @@ def silu(z):
 
 
 def sublayer(p, x, model):
-    """In NumPy, from the equations."""
+    """Compute the sublayer in NumPy, from the equations."""
     h = norm(x, p["norm"])
     if model.kind == "plain":
         return x + silu(h @ p["up"].T + p["up_bias"]) @ p["down"].T + p["down_bias"]

@@ -1,4 +1,4 @@
-"""How a report writes its tables."""
+"""The formatting of a report's tables."""
 
 import pytest
 

@@ -19,7 +19,7 @@ def files(folder):
 
 
 def test_overrides_of_the_sweep_are_to_be_given_again(folder, capsys):
-    """Without them no row fits: a mistake that names them, and the earlier report stays."""
+    """Without them no row matches: the error names them, and the earlier report stays."""
     path = write_figure(folder)
     keep(folder, path, lambda arm, run: 20.0, overrides=NINE)
     assert report(folder, capsys, "--config", path, "--config.train.steps=9")["missing"] == []
@@ -48,7 +48,7 @@ def test_rows_beside_the_figures_are_told(folder, capsys):
 
 
 def test_what_figures_compare_is_no_override(folder, capsys):
-    """No flag gives a figure's arms another diagonal, since it has arms that differ in it."""
+    """A figure whose arms differ in the diagonal cannot be given another by a flag."""
     more = (
         "other = cem.copy_and_resolve_references(); other.model.attention.diagonal = {!r}; "
         "arms.append(Arm('other', other))"
@@ -91,7 +91,7 @@ def test_files_of_an_earlier_report_are_removed_and_no_others(folder, capsys):
 
 
 def test_a_page_that_names_other_files_removes_none(folder, capsys):
-    """Only pictures and tables beside it, whatever a page says."""
+    """Only pictures and tables beside the page are removed, whatever it names."""
     path = write_figure(folder)
     keep(folder, path, lambda arm, run: 20.0)
     report(folder, capsys, "--config", path)

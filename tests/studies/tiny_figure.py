@@ -1,4 +1,4 @@
-"""A figure of one's own, small enough to train in a test, rows as if it had been run, a report."""
+"""A user's own figure, small enough to train in a test, with rows as of runs, and a report."""
 
 import dataclasses
 import json
@@ -64,7 +64,7 @@ def get_sweep(size="small"):
 def write_figure(
     folder: Path, name: str = "mine", *, plot: str = "parameters", more: str = "", fields: str = ""
 ) -> str:
-    """The path of a figure's file with the arms Llama and CEM, beside its configuration."""
+    """Write a figure file with the arms Llama and CEM, and its configuration; return its path."""
     cache = tiny.FIELDS["log.compile_cache"]
     (folder / "tiny_base.py").write_text(BASE.format(cache=cache))
     text = FIGURE.format(name=name, plot=plot, more=more, fields=fields)
@@ -73,7 +73,7 @@ def write_figure(
 
 
 def row(run: Run, perplexity: float, **fields) -> Row:
-    """The row that a run would have left."""
+    """Return the row that a run would have left."""
     made = Row(
         run=run.name,
         key=run.key,
@@ -99,7 +99,7 @@ def row(run: Run, perplexity: float, **fields) -> Row:
 
 
 def keep(folder, path, perplexity, seeds=(0,), overrides=(), **fields):
-    """Rows of the figure's runs; `perplexity(arm, run)` is None for a run that is missing."""
+    """Write rows of the figure's runs; `perplexity(arm, run)` is None for a missing run."""
     for run in runs_of([read_sweep(path)], seeds, overrides):
         value = perplexity(run.uses[0].arm, run)
         if value is not None:
@@ -108,6 +108,6 @@ def keep(folder, path, perplexity, seeds=(0,), overrides=(), **fields):
 
 
 def report(folder, capsys, *flags):
-    """What `cem report --json` prints of the rows in the folder."""
+    """Return what `cem report --json` prints for the rows in the folder."""
     assert main(["report", "--workdir", str(folder / "rows"), "--json", *flags]) == 0
     return json.loads(capsys.readouterr().out)
