@@ -99,7 +99,7 @@ def share(call: Call, split: Split) -> Call:
 
 
 def _by_dims(call: Call, of: Callable) -> Call:
-    """Return `of(array, names of its split dimensions)` for every array present."""
+    """Return `of(array, names of its dimensions)` for every array present."""
     give = lambda x, *dims: None if x is None else of(x, dims)
     biases = {name: give(getattr(call.scores, name), "heads") for name in BIASES}
     return Call(

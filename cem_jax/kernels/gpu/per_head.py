@@ -59,7 +59,7 @@ def backward_by_head(
 
 
 def _by_head(call: Call) -> Call:
-    """Return calls of one head each: the per-head arrays with the head axis first."""
+    """Return the per-head arrays, with the head axis first, as calls of one head."""
     one = lambda x: None if x is None else jnp.moveaxis(x, 2, 0)[:, :, :, None]
     biases = {n: x[:, None] for n in BIASES if (x := getattr(call.scores, n)) is not None}
     return Call(

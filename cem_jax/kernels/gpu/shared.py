@@ -71,7 +71,7 @@ def pair_scores(
     how: Product,
     offset_BJ: Float[Array, "B J"] | None = None,
 ) -> Float[Array, "B P P"]:
-    """Return scale·a_i·b_j, less the common score of row i, clipped to the range of `dtype`."""
+    """Return scale·a_i·b_j, less `offset_BJ` of row i, clipped to the range of `dtype`."""
     batch, positions, dim = a_BJD.shape
     side, padded = square(positions), padded_positions(positions)
     offsets = ()

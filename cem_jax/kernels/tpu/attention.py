@@ -1,9 +1,9 @@
-"""Attention, its keys as values or with values of their own, fused for TPUs: Pallas, Mosaic.
+"""Fused attention for TPUs, with keys as values or with separate values: Pallas, Mosaic.
 
-What `blockwise` computes, in one kernel forward and one backward, each in two kinds: resident ones
-keep all keys of a sequence in VMEM, streamed ones a block of them, for what does not fit. Streamed
-kernels also run on a device that has some of a sequence's queries (`Chunks`). Here: which kernel
-runs and what cannot, and how it is called.
+It computes the same as `blockwise`, in one forward and one backward kernel, each of two kinds:
+resident kernels keep all keys of a sequence in VMEM; streamed ones keep one block, for sequences
+that do not fit. Streamed kernels also run on a device that has some of a sequence's queries
+(`Chunks`). This module chooses the kernel, says which calls cannot run, and calls it.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from cem_jax.kernels.tpu.layout import Kernel, Program, Sizes
 from cem_jax.kernels.tpu.tiles import refs_of
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Resident first: nothing moves twice
+# Resident first: it moves nothing twice
 FORWARD = (forward_kernels.RESIDENT, forward_kernels.STREAMED)
 BACKWARD = (backward_kernels.RESIDENT, backward_kernels.STREAMED)
 
@@ -39,7 +39,7 @@ def forward(call: Call, options: Options, chunks: Chunks | None = None) -> Outpu
 def backward(
     call: Call, options: Options, outputs: Outputs, bar: Outputs, chunks: Chunks | None = None
 ) -> Call:
-    """Return the gradients of `call`, from `bar`, those of `outputs`. `outputs.a` is not needed."""
+    """Return the gradients of `call`, given `bar`, those of `outputs`; `outputs.a` is unused."""
     kernel, sizes = fitted(BACKWARD, call, options)
     # do is rounded first: do·k − do·o of a row that sees one key is then 0 in low precision too
     do = bar.o.astype(sizes.dtype)
@@ -53,7 +53,7 @@ def backward(
         if d is None:
             return None
         if chunks is not None and kernel.operand(f"d{name}", sizes).part == "hbm":
-            # no program was there to write sums of keys behind the last query
+            # no program wrote sums for keys after the last query
             j = lax.broadcasted_iota(jnp.int32, d.shape, d.ndim - 1)
             d = jnp.where(j < chunks.end, d, 0.0)
         return d.sum((0, 2, 3)) if name in BIASES else layout.restore(d, getattr(call, name).shape)
@@ -64,7 +64,7 @@ def backward(
 
 
 def obstacle(call: Call, options: Options) -> str | None:
-    """Return why this call cannot run on a TPU, or None; shapes suffice."""
+    """Return why this call cannot run on a TPU, or None; needs only shapes."""
     if str(call.q.dtype) not in DTYPES:
         return f"the TPU kernels compute in {', '.join(DTYPES)}, not {call.q.dtype}"
     if options.average == "per_head":
@@ -99,10 +99,10 @@ IMPLEMENTATION = Implementation(forward, backward, obstacle)
 
 
 def fitted(kernels: tuple[Kernel, ...], call: Call, options: Options) -> tuple[Kernel, Sizes]:
-    """Return the first kernel and its first blocks that fit into the device, or the last.
+    """Return the first kernel, with its first blocks, that fits the device; else the last.
 
-    Kernels come best first. Of split positions a device has some queries for all keys, which no
-    resident kernel can lay out as their block comes by.
+    Kernels are ordered best first. With split positions a device has some queries and all keys;
+    resident kernels lay keys out along with their query block, so they cannot run.
     """
     for kernel in (kernel for kernel in kernels if kernel.streamed or not call.split):
         for blocks in kernel.blocks:
@@ -113,7 +113,7 @@ def fitted(kernels: tuple[Kernel, ...], call: Call, options: Options) -> tuple[K
 
 
 def needed(kernel: Kernel, sizes: Sizes) -> int:
-    """Count bytes of VMEM: blocks that stream, what the kernel keeps, and the compiler's."""
+    """Return the bytes of VMEM for streamed blocks, the kernel's scratch, and the compiler."""
     names = [name for part in kernel.arrays(sizes) for name in part]
     blocks = sum(kernel.operand(name, sizes).vmem(sizes) for name in names)
     kept = sum(layout.padded_bytes(*x) for x in kernel.scratch(sizes).values())
@@ -121,13 +121,13 @@ def needed(kernel: Kernel, sizes: Sizes) -> int:
 
 
 def _arrays(call: Call, sizes: Sizes) -> dict[str, Any]:
-    """Arrays by name, in the kernels' type."""
+    """Return the arrays by name, in the kernels' dtype."""
     arrays = call.map(lambda x: x.astype(sizes.dtype))._asdict()
     return arrays | arrays.pop("scores")._asdict()
 
 
 def _run(kernel: Kernel, sizes: Sizes, options: Options, arrays: dict, chunks: Chunks | None):
-    """The kernel's outputs by name, as they lie in HBM. Arrays [B, J, …], [B, K, J], [B, J]."""
+    """Return the kernel's outputs by name in HBM layout; arrays [B, J, …], [B, K, J], [B, J]."""
     inputs, outputs = (
         {name: kernel.operand(name, sizes) for name in names} for names in kernel.arrays(sizes)
     )
@@ -137,7 +137,7 @@ def _run(kernel: Kernel, sizes: Sizes, options: Options, arrays: dict, chunks: C
         grid += (sizes.sweeps, sizes.key_blocks)
     tables = [] if chunks is None else [layout.tables_of(chunks, sizes)]
     kept = {name: pltpu.VMEM(*x) for name, x in kernel.scratch(sizes).items()}
-    # to wait for what the kernel itself copies, from HBM and to it
+    # for the kernel's own copies from and to HBM
     left = [name for name, x in outputs.items() if x.part == "hbm"]
     kept |= {f"{name}_copied": pltpu.SemaphoreType.DMA((2,)) for name in left}
 

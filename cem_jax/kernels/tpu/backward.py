@@ -1,19 +1,19 @@
-"""Attention, its keys as values, on a TPU: the backward kernels.
+"""The backward kernels of attention on a TPU.
 
-Both do the same to each tile, all heads inside, in one sweep for all gradients, where a sweep for
-dk and one for dq would compute every score twice. The resident kernel has all keys in VMEM: one
-program per batch element and block of queries, in order of position. The streamed one has a block
-of them: one program per batch element, block of queries, sweep and block of keys, from the diagonal
-back to the first; everything comes laid out. Legend: `tiles`; layouts: `layout`. Per tile and head,
-with S̄ the sum over heads of dS where they share g:
+Both do the same work per tile, for all heads, in one sweep for all gradients; separate sweeps for
+dk and dq would compute every score twice. The resident kernel has all keys in VMEM: one program per
+batch element and query block, in order of position. The streamed kernel has one key block: one
+program per batch element, query block, sweep and key block, from the diagonal back to the first;
+its operands are already laid out. Legend: `tiles`; layouts: `layout`. Per tile and head,
+with S̄ the sum of dS over the heads if they share g:
 
     p = exp(s − lse)        dS = p (v·doᵀ + E − Δ)      E = h·eᵀ, e the gradient of a
-    dqᵀ += kᵀ dS            dkᵀ += qᵀ dSᵀ + doᵀ pᵀ      (dvᵀ += doᵀ pᵀ with values of their own)
+    dqᵀ += kᵀ dS            dkᵀ += qᵀ dSᵀ + doᵀ pᵀ      (dvᵀ += doᵀ pᵀ with separate values)
     dgᵀ += hᵀ S̄             dhᵀ += gᵀ S̄ᵀ + eᵀ Aᵀ        A = Σ_k p
 
-Resident, dk and dh stay in VMEM over the query blocks of a batch element and are written once;
-streamed, they are added up in HBM (`sums`). Either way sums run in one order. Δ = do·o − dlse +
-Σ_j p E; its last part takes a sweep of its own before, the rest is an input.
+In the resident kernel dk and dh stay in VMEM over the query blocks of a batch element and are
+written once; in the streamed one they are summed in HBM (`sums`). Either way the order of summation
+is fixed. Δ = do·o − dlse + Σ_j p E; the last term takes an earlier sweep, the rest is an input.
 """
 
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def _resident_arrays(sizes: Sizes):
 
 
 def _operands(sizes: Sizes) -> tuple[str, ...]:
-    """The names of what tiles read, laid out."""
+    """Return the names of the laid-out arrays that tiles read."""
     has = dict(v=sizes.values, gT=sizes.model, h=sizes.model, hT=sizes.model, eT=sizes.average)
     has |= dict(segment_columns=sizes.scores.segments)
     return ("qT", "doT", "k", "kT", *(name for name, present in has.items() if present))
@@ -46,7 +46,7 @@ def _resident_scratch(sizes: Sizes) -> dict:
 
 
 def _sums(sizes: Sizes) -> dict:
-    """(shape, dtype) of what a block of queries adds up, and of what the heads of a tile share."""
+    """Return (shape, dtype) of a query block's sums, and of what the heads of a tile share."""
     of_queries = lambda *rows: ((*rows, sizes.queries), jnp.float32)
     tile = of_queries(sizes.keys)
     kept = dict(
@@ -65,7 +65,7 @@ def _sums(sizes: Sizes) -> dict:
 
 
 def _summed(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """The gradients of keys, which all queries add to: their shapes, laid out."""
+    """Return the laid-out shapes of the keys' gradients, to which all queries add."""
     operands = {name: layout.laid_out(name, sizes) for name in layout.gradients(sizes)}
     return {name: x.shape for name, x in operands.items() if x.part == "hbm"}
 
@@ -140,11 +140,11 @@ def _streamed(program: Program, sizes: Sizes) -> None:
     pl.when(last_sweep & (j == 0))(finish)
 
 
-# What both do to a block of queries and its tiles.
+# Steps of both kernels for a query block and its tiles.
 
 
 def _start_queries(inputs: Refs, refs: Refs, sizes: Sizes):
-    """Of a block: what its rows are computed with, and nothing added up yet."""
+    """Prepare a query block: set its per-row numbers and clear its sums."""
     tiles.clear(refs.dqT, refs.dgT)
     for head in range(sizes.heads):
         row = slice(head, head + 1)
@@ -161,7 +161,7 @@ def _probabilities(strip: Tile, refs: Refs, head):
 
 
 def _share_cross(strips: list, refs: Refs):
-    """E_ij = e_i·h_j of each strip."""
+    """Write E_ij = e_i·h_j of each strip."""
     for strip in strips:
         eT_DI = refs.eT[:, strip.lanes]
         cross_NI = tiles.product(refs.h[strip.keys], eT_DI, (1, 0), strip.sizes)
@@ -169,7 +169,7 @@ def _share_cross(strips: list, refs: Refs):
 
 
 def _complete_delta(tile: Tile, refs: Refs):
-    """Δ += Σ_j p E over one tile."""
+    """Add Σ_j p E over one tile to Δ."""
     strips = tile.strips()
     tiles.share_scores(strips, refs)
     _share_cross(strips, refs)
@@ -184,7 +184,7 @@ def _complete_delta(tile: Tile, refs: Refs):
 
 
 def _visit(tile: Tile, refs: Refs):
-    """Every gradient's part from one tile."""
+    """Add one tile's part to every gradient."""
     sizes = tile.sizes
     strips = tile.strips()
     tiles.share_scores(strips, refs)
@@ -197,7 +197,7 @@ def _visit(tile: Tile, refs: Refs):
             _visit_strip(strip, refs, head)
 
     tiles.for_each_head(add, sizes, HEADS_TOGETHER)
-    # a whole tile in one tiles.product each; on the diagonal, strips see different keys
+    # one tiles.product each for a whole tile; on the diagonal, strips see different keys
     for part in [tile] if tile.behind is None else strips:
         _add_shared_gradients(part, refs)
 
@@ -229,14 +229,14 @@ def _add_head_gradients(strip: Tile, refs: Refs, head, ds_NI, p_NI):
         refs.dkT[head, :, keys] += tiles.product(qT_SI, ds_NI, (1, 1), sizes)
         refs.dvT[head, :, keys] += tiles.product(doT_SI, p_NI, (1, 1), sizes)
         return
-    # one tiles.product over both: their sum is not read and written twice
+    # one tiles.product over both, so that the sum is read and written only once
     both_S2I = jnp.concatenate([qT_SI, doT_SI], axis=1)
     both_N2I = jnp.concatenate([ds_NI, p_NI], axis=1)
     refs.dkT[head, :, keys] += tiles.product(both_S2I, both_N2I, (1, 1), sizes)
 
 
 def _add_shared_gradients(part: Tile, refs: Refs):
-    """What sums over heads give: dg and dh from S̄, and dh from A."""
+    """Add the gradients from sums over heads: dg and dh from S̄, and dh from A."""
     sizes, lanes, keys = part.sizes, part.lanes, part.keys
     if sizes.diagonal == "shared":
         ds_NI = (refs.ds_sum[part.rows, lanes] * sizes.c).astype(sizes.dtype)
@@ -259,7 +259,7 @@ def _finish_queries(outputs: Refs, refs: Refs, sizes: Sizes):
 
 
 def _finish_keys(outputs: Refs, refs: Refs, sizes: Sizes):
-    """Block after block, so that the code stays as long as one block's."""
+    """Write the keys' gradients block by block, so that the code is as short as for one."""
 
     def write(n, _):
         block = tiles.span(n * sizes.queries, sizes.queries)

@@ -1,15 +1,15 @@
-"""Attention, its keys as values, on a TPU: the forward kernels.
+"""The forward kernels of attention on a TPU.
 
-Both do the same to each tile, all heads inside. The resident kernel has all keys in VMEM: one
-program per batch element and block of queries, in order of position. The streamed one has a block
-of them: one program per batch element, block of queries, sweep and block of keys, from the diagonal
-back to the first; everything comes laid out, so VMEM holds blocks and a block of queries' sums,
-whatever J is. Legend: `tiles`; layouts: `layout`. Per tile and head, with the running maximum M
+Both do the same work per tile, for all heads. The resident kernel has all keys in VMEM: one program
+per batch element and query block, in order of position. The streamed kernel has one key block: one
+program per batch element, query block, sweep and key block, from the diagonal back to the first;
+its operands are already laid out, so VMEM holds only blocks and one query block's sums, for any J.
+Legend: `tiles`; layouts: `layout`. Per tile and head, with the running maximum M
 and total l of a query:
 
     s = k·qᵀ + C     C = h·gᵀ once for all heads     p = exp(s − M)     oᵀ += vᵀ p     l += Σ p
 
-With an average of h, a second sweep adds up A = Σ_k p/l, and aᵀ = hᵀ A.
+With an average of h, a second sweep computes A = Σ_k p/l, and aᵀ = hᵀ A.
 """
 
 import jax.numpy as jnp
@@ -27,14 +27,14 @@ def _outputs(sizes: Sizes) -> tuple[str, ...]:
 
 
 def _operands(sizes: Sizes) -> tuple[str, ...]:
-    """The names of what tiles read, laid out, beside the values."""
+    """Return the names of the laid-out arrays that tiles read, other than the values."""
     segments = sizes.scores.segments
     has = dict(gT=sizes.model, h=sizes.model, hT=sizes.average, segment_columns=segments)
     return ("qT", "k", *(name for name, present in has.items() if present))
 
 
 def _sums(sizes: Sizes) -> dict:
-    """(shape, dtype) of what a block of queries adds up, and of what the heads of a tile share."""
+    """Return (shape, dtype) of a query block's sums, and of what the heads of a tile share."""
     of_queries = lambda *rows: ((*rows, sizes.queries), jnp.float32)
     kept = dict(
         peak=of_queries(sizes.heads, 1),
@@ -102,11 +102,11 @@ def _streamed(program: Program, sizes: Sizes) -> None:
         pl.when((sweep == 1) & last)(give)
 
 
-# What both do to a block of queries and its tiles.
+# Steps of both kernels for a query block and its tiles.
 
 
 def _start(refs: Refs) -> None:
-    """Of a block of queries."""
+    """Reset the maxima and sums of a query block."""
     refs.peak[...] = jnp.full_like(refs.peak, -jnp.inf)
     tiles.clear(refs.total, refs.oT, refs.aT)
 
@@ -130,7 +130,7 @@ def _attend_to(tile: Tile, refs: Refs):
 
 
 def _attend_strip(strip: Tile, refs: Refs, head) -> tuple:
-    """The head's maxima, totals and averages, brought up to this strip's keys."""
+    """Return the head's maxima, totals and averages, updated with this strip's keys."""
     sizes, lanes = strip.sizes, strip.lanes
     s_NI = strip.scores(refs, head)
     old_1I = refs.peak[head, :, lanes]
@@ -146,7 +146,7 @@ def _attend_strip(strip: Tile, refs: Refs, head) -> tuple:
 
 
 def _finish(outputs: Refs, refs: Refs, sizes: Sizes):
-    """lse and o, once every tile was attended to."""
+    """Write lse and o, after all tiles."""
     for head in range(sizes.heads):
         total_1I = refs.total[head]
         lse_1I = refs.peak[head] * tiles.LN2 + jnp.log(total_1I)
@@ -159,7 +159,7 @@ def _finish(outputs: Refs, refs: Refs, sizes: Sizes):
 
 
 def _average(tile: Tile, refs: Refs):
-    """aᵀ += hᵀ A over one tile, once the softmax of every head is known."""
+    """Add hᵀ A of one tile to aᵀ, once the softmax of every head is known."""
     sizes = tile.sizes
     strips = tile.strips()
     tiles.share_scores(strips, refs)

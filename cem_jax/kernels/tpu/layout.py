@@ -1,20 +1,20 @@
-"""What is static in a TPU kernel's call: its sizes, its blocks, and how its arrays lie in HBM.
+"""The static facts of a TPU kernel's call: its sizes, its blocks, and its arrays' HBM layouts.
 
-A resident kernel holds a block of queries, and everything of the keys up to it, in VMEM: its
-working set grows with J·D. A streamed one holds a block of either. So there are two layouts.
+A resident kernel holds a query block and all keys up to it in VMEM: its working set grows with J·D.
+A streamed kernel holds one block of each. So there are two layouts.
 
-Flat, for the resident kernels: [B, K·R, J] and [B, D, J], positions last. XLA itself lays a
-[B, J, D] of 672 columns out so, since nothing is padded then, and the transpose moves nothing.
+Flat, for the resident kernels: [B, K·R, J] and [B, D, J], positions last. XLA itself lays out a
+[B, J, D] of 672 columns this way, which needs no padding, so the transpose moves nothing.
 
-Laid out, for the streamed ones: what the tiles multiply, by head and, of k and h, both ways round.
-A block of keys comes by once for every block of queries, too often to be turned in the kernel.
+Laid out, for the streamed kernels: the factors of the tiles' products, by head, with k and h in
+both orientations. A key block is read once per query block, too often to transpose in the kernel.
 
     qT, kT, vT, doT [B, K, S, J]   k, v [B, K, J, S]   gT [B, D, J], [B, K, D, J]
     h [B, J, D]   hT, eT [B, D, J]   segment_columns [B, J, L]   S: R in whole tiles, L: 128 lanes
 
 J is padded with zeros to whole blocks: no real query sees a padded key, and a padded query has no
-cotangent. No program reads past an array. Where positions are split, arrays of queries have those
-of one device, and nothing is padded; segments are whole.
+cotangent. No program reads past an array. When positions are split, query arrays hold those of one
+device and nothing is padded; segments are whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,31 +35,31 @@ from cem_jax.kernels.call import BIASES, Call, Chunks, Options, Scores
 LANES = 128
 F32 = jnp.dtype(jnp.float32)
 Index = int | Int[Array, "..."]
-# Sublanes of a bfloat16 tile; head dims are padded to it where they lie along sublanes.
+# Sublanes of a bfloat16 tile; head dims along sublanes are padded to it.
 SUBLANES = 16
-DEFAULT_VMEM = 64 * 2**20  # of a device that is not known: the least of v5e, v5p, v6e and TPU7x
-# The compiler's own: found 0.6 MiB beyond what is added up here
+DEFAULT_VMEM = 64 * 2**20  # for an unknown device: the least of v5e, v5p, v6e and TPU7x
+# The compiler's own use: measured at 0.6 MiB more than the sum computed here
 RESERVED_VMEM = 3 * 2**20
 
 
 class Sizes(NamedTuple):
-    """Static facts of a call. Positions are those of the padded arrays."""
+    """The static facts of a call. Positions are those of the padded arrays."""
 
     positions: int  # of the keys
-    asking: int  # positions of the queries: as many, or those of one device
+    asking: int  # positions of the queries: the same, or those of one device
     heads: int
     width: int  # R
     rows: int  # R padded to whole tiles
     model: int  # D; 0 without diagonal
-    queries: int  # of a query block, a multiple of `keys`
+    queries: int  # per query block, a multiple of `keys`
     keys: int
     c: float  # 1/τ
     diagonal: str  # none | shared | per_head
     average: bool  # with a = Σ_k Σ_j p h_j
-    values: bool  # values of their own
-    scores: Scores  # which of its arrays there are
+    values: bool  # with separate values
+    scores: Scores  # which of its arrays are present
     dtype: jnp.dtype
-    streamed: bool  # keys come a block at a time
+    streamed: bool  # keys arrive one block at a time
 
     @property
     def precision(self) -> jax.lax.Precision | None:
@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 
     @property
     def ratio(self) -> int:
-        """Key blocks of a query block."""
+        """Return the number of key blocks per query block."""
         return self.queries // self.keys
 
     @property
@@ -80,12 +80,11 @@ class Sizes(NamedTuple):
 
     @property
     def sweeps(self) -> int:
-        """Over the keys, for each block of queries."""
+        """Return the number of sweeps over the keys per query block."""
         return 2 if self.average else 1
 
-    # A streamed sweep goes through all blocks of keys, the last first: steps beyond the diagonal,
-    # which do nothing, then come before those that read, and the first block that is read has its
-    # time to arrive.
+    # A streamed sweep visits all key blocks, last first: the idle steps beyond the diagonal come
+    # before those that read, which gives the first block time to arrive.
 
     def key_block(self, step: Index) -> Index:
         return self.key_blocks - 1 - step
@@ -96,7 +95,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(call: Call, options: Options, default: tuple[int, int], streamed: bool) -> Sizes:
-    """Return the sizes of a call; `default`: its blocks where the options leave them open."""
+    """Return the sizes of a call; `default`: the blocks if the options do not set them."""
     _, positions, heads, width = call.k.shape
     chunk = call.q.shape[1] // 2 if call.split else None
     queries, keys = options.block_sizes or fitted_blocks(positions, default, chunk)
@@ -123,10 +122,10 @@ def sizes_of(call: Call, options: Options, default: tuple[int, int], streamed: b
 
 
 def spilled(sizes: Sizes) -> int:
-    """Bytes that the compiler keeps of tiles beside them, in VMEM.
+    """Return the bytes of VMEM that the compiler uses for copies of tiles.
 
-    A float32 product is several of bfloat16, whose parts do not stay in registers: up to 10 tiles
-    were found. In bfloat16 there is nothing to speak of.
+    A float32 product is several bfloat16 ones, whose parts do not stay in registers: up to 10 tiles
+    were measured. In bfloat16 it is negligible.
     """
     return 12 * sizes.queries * sizes.keys * 4 if sizes.dtype == jnp.float32 else 0
 
@@ -136,9 +135,9 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def fitted_blocks(positions: int, default: tuple[int, int], chunk: int | None) -> tuple[int, int]:
-    """The default blocks, halved while they would pad J by more than an eighth.
+    """Return the default blocks, halved while they would pad J by more than an eighth.
 
-    Of a `chunk` of the positions, while they do not divide it.
+    With a `chunk` of the positions, they are halved while they do not divide it.
     """
     queries, keys = default
     padded = lambda: 8 * (round_up(positions, queries) - positions) > positions
@@ -148,15 +147,15 @@ def fitted_blocks(positions: int, default: tuple[int, int], chunk: int | None) -
 
 
 def vmem_capacity() -> int:
-    """Bytes of the device compiled for: the abstract mesh's, or the one at hand."""
+    """Return the VMEM bytes of the target device: the abstract mesh's, or the local one."""
     try:
         return pltpu.get_tpu_info().vmem_capacity_bytes
-    except Exception:  # raised, in various types, where the device is no TPU or an unknown one
+    except Exception:  # of various types, if the device is no TPU or is unknown
         return DEFAULT_VMEM
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """Of an array in VMEM, whose last two axes lie in whole tiles."""
+    """Return the bytes of an array in VMEM, its last two axes padded to whole tiles."""
     size = jnp.dtype(dtype).itemsize
     *outer, rows, lanes = (1, *shape) if len(shape) == 1 else shape
     total = round_up(rows, 8 * 4 // size) * round_up(lanes, LANES) * size
@@ -166,23 +165,23 @@ def padded_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
 
 
 class Tables(NamedTuple):
-    """Numbers of a streamed kernel's rows, each a block of queries, in sequence order. [X].
+    """Per-row numbers [X] of a streamed kernel; a row is a query block, in sequence order.
 
-    So of the keys that a row sees, those that rows before it have seen are the first.
+    So the keys that earlier rows have seen are the first of those that a row sees.
     """
 
-    block: jax.Array  # where its queries lie in their arrays, in blocks
-    place: jax.Array  # where they are in the sequence, in blocks
-    seen: jax.Array  # blocks of keys that rows before it have seen
-    tiles: jax.Array  # of all rows before it
+    block: jax.Array  # offset of its queries in their arrays, in blocks
+    place: jax.Array  # their offset in the sequence, in blocks
+    seen: jax.Array  # key blocks that earlier rows have seen
+    tiles: jax.Array  # of all earlier rows
 
 
 class Row:
-    """The numbers of row `x`, read when they are asked for.
+    """The numbers of row `x`, read on demand.
 
-    Where positions are split over devices, a device's queries are two chunks of the sequence, and
-    only the device knows which. So where each block is in the sequence comes in `tables`, in SMEM.
-    Of a whole sequence it is known, and there is no table: reading it took 1 % more static cycles.
+    When positions are split over devices, a device's queries are two chunks of the sequence, and
+    only the device knows which. So each block's place in the sequence is read from `tables`, in
+    SMEM. For a whole sequence it is known without: a table took 1 % more static cycles.
     """
 
     def __init__(self, x, tables: Sequence[Tables], sizes: Sizes):
@@ -209,13 +208,13 @@ class Row:
 
 
 def tables_of(chunks: Chunks, sizes: Sizes) -> Tables:
-    """Return the tables of the device at work."""
+    """Return the tables of this device."""
     tables = (_columns(starts // sizes.queries, sizes) for starts in chunks.blocks(sizes.queries))
     return Tables(*(jnp.asarray(chunks.own(column)) for column in zip(*tables, strict=True)))
 
 
 def _columns(places: np.ndarray, sizes: Sizes) -> tuple[np.ndarray, ...]:
-    """`places`: of the blocks as they lie in the arrays."""
+    """Return the columns of `Tables`, given the `places` of the blocks in array order."""
     block = np.argsort(places).astype(np.int32)
     place = places[block]
     seen = np.concatenate([[0], sizes.last_key_block(place[:-1]) + 1]).astype(np.int32)
@@ -223,7 +222,7 @@ def _columns(places: np.ndarray, sizes: Sizes) -> tuple[np.ndarray, ...]:
 
 
 class Operand(NamedTuple):
-    """An array of a call, as in HBM without its batch axis."""
+    """An array of a call, as it is in HBM, without its batch axis."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
@@ -231,7 +230,7 @@ class Operand(NamedTuple):
     # batch element; "sequence": its queries' block of an array of all positions; "scalars" in SMEM;
     # "hbm": nothing, the kernel itself copies blocks of keys.
     part: str = "queries"
-    axis: int = -1  # of its positions
+    axis: int = -1  # of positions
 
     def block(self, sizes: Sizes) -> tuple[int, ...]:
         size = dict(queries=sizes.queries, sequence=sizes.queries, keys=sizes.keys, hbm=sizes.keys)
@@ -242,7 +241,7 @@ class Operand(NamedTuple):
         return tuple(block)
 
     def vmem(self, sizes: Sizes) -> int:
-        """Bytes: a block twice, to stream it."""
+        """Return the bytes in VMEM: two blocks, for streaming."""
         if self.part in ("scalars", "hbm"):
             return 0
         return 2 * padded_bytes(self.block(sizes), self.dtype)
@@ -261,7 +260,7 @@ class Operand(NamedTuple):
         return pl.BlockSpec((None, *self.block(sizes)), index)
 
     def _place(self, x, *streamed, sizes: Sizes):
-        """Of the block that the programs of row x have; streamed ones have more coordinates."""
+        """Return the index of row x's block; streamed programs have more coordinates."""
         if not streamed:
             return x
         _, step, *tables = streamed
@@ -290,7 +289,7 @@ def gradients(sizes: Sizes) -> tuple[str, ...]:
 
 
 def flat(name: str, sizes: Sizes) -> Operand:
-    """Return an array of the resident kernels by name; a gradient's is d… of its input's."""
+    """Return an array of the resident kernels by name; a gradient's name is d + its input's."""
     heads, of = sizes.heads, name.removeprefix("d")
     positions = sizes.positions if of in ("k", "v", "h", "segments") else sizes.asking
     if name in BIASES:
@@ -306,7 +305,7 @@ def flat(name: str, sizes: Sizes) -> Operand:
         rows = sizes.model
     elif of == "g":
         rows = heads * sizes.model
-    # written once a batch element, after its last block of queries
+    # written once per batch element, after its last query block
     part = "all" if name in ("dk", "dv", "dh") else "queries"
     return Operand((rows, positions), F32 if name in ("o", "a") else sizes.dtype, part)
 
@@ -337,7 +336,7 @@ def laid_out(name: str, sizes: Sizes) -> Operand:
 def resident(names: Sequence[str], sizes: Sizes) -> dict[str, tuple]:
     """Return (shape, dtype) of what a resident kernel lays out itself: all keys, some queries.
 
-    A g that the heads share is read where it comes in.
+    A g shared by the heads is read in place.
     """
     found = {name: laid_out(name, sizes) for name in names}
     return {
@@ -350,7 +349,7 @@ def resident(names: Sequence[str], sizes: Sizes) -> dict[str, tuple]:
 def arrange(
     name: str, arrays: dict[str, jax.Array], operand: Operand, sizes: Sizes
 ) -> Shaped[Array, "B *S"]:
-    """Return the array of a call from `arrays` by name: [B, J, …], [B, K, J], [B, J]."""
+    """Return the named array of a call, given `arrays`: [B, J, …], [B, K, J], [B, J]."""
     if name in BIASES:
         return arrays[name].astype(operand.dtype)
     if name in ("lse", "delta"):
@@ -390,18 +389,18 @@ class Kernel:
     name: str  # in profiles and dumps
     body: Callable[["Program", Sizes], None]
     arrays: Callable[[Sizes], tuple[tuple[str, ...], tuple[str, ...]]]  # names: inputs, outputs
-    operand: Callable[[str, Sizes], "Operand"]  # how the array of a name lies
-    scratch: Callable[[Sizes], dict[str, tuple]]  # (shape, dtype) of what it keeps in VMEM
-    streamed: bool  # keys come a block per grid step
+    operand: Callable[[str, Sizes], "Operand"]  # the layout of a named array
+    scratch: Callable[[Sizes], dict[str, tuple]]  # (shape, dtype) of its scratch in VMEM
+    streamed: bool  # one key block per grid step
     blocks: tuple[tuple[int, int], ...]  # (query, key) positions to try, best first
     heads_together: int  # visited at a time, for the scheduler to interleave
 
 
 class Program(NamedTuple):
-    """What one program of a kernel works on: references by name, a `tiles.Refs` each."""
+    """The operands of one program of a kernel: references by name, a `tiles.Refs` each."""
 
     inputs: Any
     outputs: Any
     kept: Any  # scratch
-    tables: Sequence["Tables"]  # one where positions are split
-    copied: dict[str, Any]  # semaphores of the outputs that the kernel itself copies
+    tables: Sequence["Tables"]  # one if positions are split
+    copied: dict[str, Any]  # semaphores of the outputs that the kernel copies itself

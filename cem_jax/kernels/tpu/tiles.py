@@ -1,14 +1,14 @@
 """Parts of the TPU kernels: laying blocks out in VMEM, and the scores of a tile.
 
 Tiles are transposed, keys along sublanes and queries along lanes: lse, Δ and every other number of
-a query is then a row, sums over keys run along sublanes, and a product that ends in a head's R
-columns has R rows instead, which the matrix unit need not pad to 128.
+a query is then a row, sums over keys run along sublanes, and a product that would have a
+head's R columns has R rows instead, which the matrix unit need not pad to 128.
 
-Shapes: J positions · K heads · R head dim, S the same in whole tiles · D model dim ·
+Shapes: J positions · K heads · R head dim, S padded to whole tiles · D model dim ·
 I, N positions of a query and a key block · L 128 lanes.
 
-A block of queries sees no later key, so resident kernels lay keys out as their block comes by. To
-streamed kernels operands come laid out, a block of keys in place of J.
+A query block sees no later key, so resident kernels lay out keys along with their query block.
+Streamed kernels receive operands already laid out, with one key block in place of J.
 """
 
 import math
@@ -25,16 +25,16 @@ from cem_jax.kernels.call import BIASES, Scores
 from cem_jax.kernels.tpu.layout import LANES, Index, Program, Sizes
 
 STRIP = 256  # queries of a piece of a tile on the diagonal
-HIDDEN = -1e30  # a score's, before scaling; finite, so that no difference of two is NaN
+HIDDEN = -1e30  # a hidden score before scaling; finite, so that no difference of two is NaN
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 Ref = Any  # a reference into memory; Pallas has no public type of it
 
 
 class Refs(NamedTuple):
-    """References into memory by name; None for what a kernel has not.
+    """References into memory by name; None for those a kernel lacks.
 
-    Operands are laid out once per block, and kept while their batch element lasts.
+    Operands are laid out once per block and kept for the rest of their batch element.
     """
 
     # operands of the tiles
@@ -50,7 +50,7 @@ class Refs(NamedTuple):
     eT: Any = None  # gradient of a: [D, I]
     scores: Scores = Scores()  # biases in SMEM, segments of the queries [1, I]
     segment_columns: Any = None  # of the keys, the same in every lane: [J, L]
-    # what the heads share of a tile's scores, and may add up over a tile
+    # the part of a tile's scores that heads share, and sums over heads of a tile
     shared: Any = None  # [N, I]
     cross: Any = None  # E_ij = e_i·h_j: [N, I]
     ds_sum: Any = None  # [N, I]
@@ -94,14 +94,14 @@ def refs_of(named: dict[str, Any]) -> Refs:
 
 
 def merged(program: Program) -> Refs:
-    """Return what the tiles use: operands that come laid out or are in scratch, and sums."""
+    """Return the references that tiles use: operands, whether inputs or scratch, and sums."""
     kept = {name: ref for name, ref in program.kept._asdict().items() if ref is not None}
     kept |= dict(scores=program.inputs.scores, dscores=program.outputs.dscores)
     return program.inputs._replace(**kept)
 
 
 def clear(*refs: Ref | None) -> None:
-    """Write zeros into those that there are."""
+    """Write zeros into those that are not None."""
     for ref in refs:
         if ref is not None:
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
@@ -127,10 +127,10 @@ def head_slice(head: int, width: int) -> slice:
 
 
 def for_each_head(visit: Callable, sizes: Sizes, together: int) -> None:
-    """visit(head) for all; `together` at a time, for the scheduler to interleave.
+    """Call visit(head) for all heads, `together` at a time, for the scheduler to interleave.
 
-    A visit may return a function that writes its results: it is called once all of those together
-    have read, since the compiler does not know that their rows differ.
+    A visit may return a function that writes its results. It is called once the whole group has
+    read, since the compiler does not know that the heads' rows differ.
     """
     step = max(n for n in range(1, together + 1) if sizes.heads % n == 0)
 
@@ -169,7 +169,7 @@ def lay_out_heads(
 
 
 def lay_out_diagonal(inputs: Refs, refs: Refs, start: Index, sizes: Sizes) -> None:
-    """Lay out h and, if each head has its own, g; a shared g is read where it comes in."""
+    """Lay out h and, if each head has its own, g; a shared g is read in place."""
     if sizes.diagonal == "none":
         return
     refs.h[span(start, sizes.queries), :] = inputs.h[...].T
@@ -181,22 +181,22 @@ def lay_out_diagonal(inputs: Refs, refs: Refs, start: Index, sizes: Sizes) -> No
 
 
 def lay_out_segments(refs: Refs, start: Index, sizes: Sizes) -> None:
-    """Lay out the document ids of a block of keys along sublanes, where there are ids."""
+    """Lay out the document ids of a block of keys along sublanes, if there are any."""
     if sizes.scores.segments:
         row_LI = jnp.broadcast_to(refs.scores.segments[...], (LANES, sizes.queries))
         refs.segment_columns[span(start, sizes.queries), :] = row_LI.T
 
 
 def widened(column_NL: Shaped[Array, "N L"], width: int) -> Shaped[Array, "N I"]:
-    """Repeat what is the same in every lane over `width` lanes."""
+    """Widen a column that is the same in every lane to `width` lanes."""
     return jnp.concatenate([column_NL] * (width // LANES), axis=1)
 
 
 class Tile:
-    """Keys from `first_key` on against a strip of the queries of block `i`.
+    """A tile: keys from `first_key` on and a strip of the queries of block `i`.
 
-    `strip`: its lanes. `behind`: where the keys begin after the block's first query, known for
-    tiles that the diagonal crosses, else None: then every pair is visible.
+    `strip`: its lanes. `behind`: the offset of the first key from the block's first query, for
+    tiles that the diagonal crosses; else None: then every pair is visible.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class Tile:
         self.ahead = first_key - i * sizes.queries  # the first key's j − the block's first i
 
     def strips(self) -> list["Tile"]:
-        """Return the tile itself, or on the diagonal pieces, each to leave out what it can."""
+        """Return the tile itself, or, on the diagonal, strips, each without hidden keys."""
         if self.behind is None:
             return [self]
         starts = range(self.lanes.start, self.lanes.stop, STRIP)
@@ -238,7 +238,7 @@ class Tile:
         return product(refs.h[self.keys], gT_DI, (1, 0), self.sizes)
 
     def visible(self, refs: Refs) -> Bool[Array, "N I"] | None:
-        """Return which pairs are visible, None for all."""
+        """Return which pairs are visible; None for all."""
         visible_NI = self.distance() >= 0 if self.crossing else None
         if self.sizes.scores.segments:
             keys_NI = widened(refs.segment_columns[self.keys], self.shape[1])
@@ -247,7 +247,7 @@ class Tile:
         return visible_NI
 
     def scores(self, refs: Refs, head: Index) -> Float[Array, "N I"]:
-        """Return s·log₂e without what depends on the query alone, `query_bias`."""
+        """Return s·log₂e without `query_bias`, which depends only on the query."""
         sizes = self.sizes
         s_NI = product(refs.k[head, self.keys], refs.qT[head, :, self.lanes], (1, 0), sizes)
         if sizes.diagonal == "per_head":
@@ -264,7 +264,7 @@ class Tile:
         return s_NI
 
     def add_bias_gradients(self, refs: Refs, head: Index, ds_NI: Float[Array, "N I"]) -> None:
-        """Add to dm = −Σ (i − j) dS and dβ = Σ_i dS_ii, a sum per lane."""
+        """Add to dm = −Σ (i − j) dS and dβ = Σ_i dS_ii, one sum per lane."""
         if self.sizes.scores.slopes:
             distance_NI = self.distance().astype(jnp.float32)
             refs.dscores.slopes[head, :, self.lanes] -= (ds_NI * distance_NI).sum(0, keepdims=True)
@@ -274,12 +274,12 @@ class Tile:
 
     @property
     def shares(self) -> bool:
-        """Whether the heads share a part of the scores: the diagonal's, and what hides pairs."""
+        """Return whether heads share a part of the scores: the diagonal's, and masks."""
         return self.crossing or self.sizes.scores.segments or self.sizes.diagonal == "shared"
 
 
 def share_scores(strips: list[Tile], refs: Refs) -> None:
-    """Writes what the heads share of each strip's scores."""
+    """Write the part of each strip's scores that the heads share."""
     for strip in strips:
         if not strip.shares:
             continue
@@ -301,7 +301,7 @@ def query_bias(refs: Refs, head: Index, sizes: Sizes) -> Float[Array, "1 I"] | N
 
 
 def for_each_tile(visit: Callable, i: Index, sizes: Sizes) -> None:
-    """Resident: visit(tile) for those of query block i, whole ones, then those on the diagonal."""
+    """Resident: visit the tiles of query block i, whole ones first, then those on the diagonal."""
 
     def whole(j, _):
         visit(Tile(sizes, i, j * sizes.keys, (0, sizes.queries), None))
@@ -314,7 +314,7 @@ def for_each_tile(visit: Callable, i: Index, sizes: Sizes) -> None:
 
 
 def at_tile(visit: Callable, i: Index, j: Index, sizes: Sizes) -> None:
-    """Streamed: visit(tile) for that of query block i and key block j, unless it is all hidden."""
+    """Streamed: visit the tile of query block i and key block j, unless it is all hidden."""
 
     def see(behind):
         lanes = (behind or 0, sizes.queries)
