@@ -1,7 +1,7 @@
-"""What checkpoints and restarts cost: `benchmarks/checkpoints.py NAME…`, all without a name.
+"""The cost of checkpoints and restarts: `benchmarks/checkpoints.py NAME…`; without names, all.
 
-saving     steps while a checkpoint is written in the background, against steps without
-restoring  seconds to check and to read a checkpoint, over its size
+saving     steps while a checkpoint is written in the background, against steps alone
+restoring  seconds to check and to read a checkpoint, by its size
 starting   from `cem train` to its first step, with a cold and with a warm compile cache
 """
 
@@ -23,7 +23,7 @@ from cem_jax.runs.integrity import find_damage
 from cem_jax.runs.position import Position
 
 SAVES = 24
-STEPS = 8  # of a block: with a save that begins at its start, or without
+STEPS = 8  # steps per block, which begins with a save or has none
 ROOT = Path(__file__).parents[1]
 
 
@@ -46,7 +46,7 @@ def saving() -> None:
                 still = save and not _is_done(folder, block)
                 start = time.perf_counter()
                 jax.block_until_ready(step())
-                if still == save:  # steps after a save's end count on neither side
+                if still == save:  # steps after a save's end count for neither side
                     seconds["saving" if save else "not saving"].append(time.perf_counter() - start)
             if save:
                 checkpoints.wait()

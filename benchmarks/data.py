@@ -1,9 +1,9 @@
-"""The data side, a table each: `benchmarks/data.py NAME…`; all of it takes half an hour.
+"""Benchmarks of the data side, one table each: `benchmarks/data.py NAME…`; all take half an hour.
 
 speed    `cem prepare` against sentencepiece alone, on the same documents and processor cores
 kills    `cem prepare` with 1 and 2 workers, killed three times and resumed: the same bytes?
 memory   peak memory of `cem prepare` on a document of 200 MB and on 2 GB of documents
-loader   tokens a second into training batches, against a plain gather from the mapped file
+loader   tokens per second into training batches, against a plain gather from the mapped file
 
 CEM_TEST_DATA names a folder with slimpajama-mini/ and tokenizers/mistral-v1-32k.model.
 """
@@ -42,7 +42,7 @@ CONTEXT, BATCH = 2048, 128
 
 
 def speed(folder: Path) -> None:
-    """Both read nothing but what they need: sentencepiece alone has its documents in memory."""
+    """Compare speeds; neither reads more than needed: sentencepiece has its documents in memory."""
     documents = texts(CORPUS / "train")
     size = sum(len(text.encode()) for text in documents) / 1e6
     processor = sentencepiece.SentencePieceProcessor(model_file=str(MODEL))
@@ -199,7 +199,7 @@ def journal_documents(out: Path) -> int:
 
 
 def peak_megabytes(job: subprocess.Popen) -> float:
-    """Of a process and its children: their memory with shared pages counted once (Linux's Pss)."""
+    """Return the peak memory of a process and its children, shared pages counted once (Pss)."""
     peak = 0
     while job.poll() is None:
         peak = max(peak, sum(map(proportional_set, family(job.pid))))

@@ -56,7 +56,7 @@ def out_of_time() -> bool:
 
 
 def draw(batch: int, positions: int, dim: int, heads: int, dtype) -> tuple[Call, Outputs]:
-    """(a call with a shared diagonal and both biases, gradients of its outputs)."""
+    """Draw (a call with a shared diagonal and both biases, gradients of its outputs)."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
     normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32)
     wide, flat = (batch, positions, heads, dim // heads), (batch, positions, dim)
@@ -67,7 +67,7 @@ def draw(batch: int, positions: int, dim: int, heads: int, dtype) -> tuple[Call,
 
 
 def both_passes(how: str, options: Options):
-    """call, cotangents → (outputs, gradients). `how`: fused | unfused."""
+    """Return the function (call, cotangents) → (outputs, gradients). `how`: fused | unfused."""
 
     def fused(call, bar):
         outputs = gpu.forward(call, options)
@@ -81,7 +81,7 @@ def both_passes(how: str, options: Options):
 
 
 def check() -> bool:
-    """Whether gradients are right: float32 to 1e-5, bfloat16 to 1.5 times XLA's own error."""
+    """Check gradients: float32 to 1e-5, bfloat16 to 1.5 times XLA's own error."""
     table("check: relative errors", "case", "dtype", "worst", "error", "allowed", "right")
     right = True
     positions = 40 if TINY else 300
@@ -108,7 +108,7 @@ def check() -> bool:
 
 
 def errors(found, exact) -> dict[str, float]:
-    """Relative errors of outputs and of the gradients that are arrays of the input's size."""
+    """Return relative errors of outputs and of the gradients with respect to q, k, g and h."""
     of = lambda pair: (
         dict(zip(("lse", "o", "a"), pair[0], strict=True))
         | {f"d{name}": x for name, x in pair[1]._asdict().items() if name in "qkgh"}
@@ -120,7 +120,7 @@ def errors(found, exact) -> dict[str, float]:
 
 
 def attention() -> bool:
-    """Times of one layer's attention."""
+    """Time one layer's attention."""
     head = ("size", "attention", "forward, µs", "both passes, µs", "TFLOP/s, both")
     table("attention, bfloat16", *head)
     for size, (dim, heads) in SIZES.items():
@@ -134,7 +134,7 @@ def attention() -> bool:
         }
         for name, forward in forwards.items():
             both = both_passes(name, options)
-            # FLOPs of a pair, times D: 6 and 16 with a diagonal that the heads share
+            # FLOPs per pair, in units of D: 6 and 16 with a diagonal that the heads share
             report(size, name, (forward, call), (both, call, bar), 22 * dim * pairs)
         q, k, do = call.q, call.k, bar.o.astype(jnp.bfloat16)
         plain = (cudnn, q, k), (cudnn_both, q, k, do)
@@ -152,7 +152,7 @@ def cudnn_both(q, k, do):
 
 
 def report(size: str, name: str, forward: tuple, both: tuple, flops: float) -> None:
-    """A row: of a function and its arguments for each pass; the reason where it cannot run."""
+    """Write a row from a function and its arguments per pass, or the reason it cannot run."""
     if out_of_time():
         row(size, name, "not run: out of time", "", "")
         return
@@ -165,7 +165,7 @@ def report(size: str, name: str, forward: tuple, both: tuple, flops: float) -> N
 
 
 def seconds_each(function, *arguments) -> float:
-    """Median over rounds; the calls of a round wait for none but the last."""
+    """Return the median over rounds; a round waits only for its last call."""
     jax.block_until_ready(function(*arguments))
     times = []
     for _ in range(ROUNDS):
@@ -178,7 +178,7 @@ def seconds_each(function, *arguments) -> float:
 
 
 def steps() -> bool:
-    """Training steps through `cem_jax.train.step`."""
+    """Time training steps through `cem_jax.train.step`."""
     table("training step, bfloat16", "model", "T", "step, ms", "tokens/s", "MFU", "compile, s")
     for size in SIZES:
         for model, count in MODELS:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 SIZES = {"86m": (672, 8), "108m": (672, 12), "134m": (768, 12), "162m": (864, 12)}
 BATCH, POSITIONS = 8, 2048
 MOST_SPILLED = 128  # bytes
-# What XLA asks of a device, as it describes an H200 itself
+# The device properties that XLA needs, as in its own description of an H200
 TARGET = """
 gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -41,7 +41,7 @@ device_description_str: "NVIDIA H200"
 
 
 def compiler_environment(packages: Path, dump: str) -> dict[str, str]:
-    """Of a process that compiles for a GPU with the packages in a folder, and dumps its PTX."""
+    """Return the environment of a process that compiles for a GPU with a folder's packages."""
     cuda = packages / "nvidia" / "cu13"
     flags = (
         "--xla_gpu_autotune_level=0",  # which would need the device
@@ -69,7 +69,7 @@ def topology():
 
 
 def kernels(sizes) -> bool:
-    """A table for the kernels of each size; whether none spills too much."""
+    """Write a table of each size's kernels; return whether none spills too much."""
     import jax
     import jax.numpy as jnp
 
@@ -123,7 +123,7 @@ def kernels(sizes) -> bool:
 
 
 def programs_together(threads: int, registers: int, shared: int) -> int:
-    """Programs that one multiprocessor holds at once."""
+    """Return the number of programs that one multiprocessor holds at once."""
     by_registers = 65536 // (threads * -(-registers // 8) * 8)
     return min(by_registers, 233472 // (shared + 1024), 2048 // threads)
 
@@ -134,7 +134,7 @@ def clear_dump() -> None:
 
 
 def assembled():
-    """(kernel, threads, registers, spill stores, spill loads, shared bytes) of the last program."""
+    """Return the last program's (kernel, threads, registers, spill stores, loads, shared bytes)."""
     dump = Path(os.environ["CEM_DUMP"])
     shared = {}
     for path in dump.glob("*thunk_sequence.txt"):
@@ -157,7 +157,7 @@ def assembled():
 
 
 def steps(sizes) -> bool:
-    """Memory of training steps at T = 1, T = 2 and of Llama, fused and blockwise."""
+    """Write the memory of training steps at T = 1, T = 2 and of Llama, fused and blockwise."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""A minimal Llama training step in plain JAX, in the form that runs fastest on CPU: the yardstick.
+"""A minimal Llama training step in plain JAX, in the form that runs fastest on CPU: the baseline.
 
 One file, no options. Projections are einsums with hand-written gradients (the weight's gradient
 as `btd,btf->df`), which measured fastest for float32 and bfloat16 alike.

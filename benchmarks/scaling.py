@@ -1,10 +1,10 @@
-"""The training steps of docs/scaling.md, compiled for hardware that is not here, and their table.
+"""The training steps of docs/scaling.md, compiled for hardware that is absent, and their table.
 
-    benchmarks/scaling.py [NAME …]     compile what has no row yet, of names that contain a NAME
-    benchmarks/scaling.py --table      the rows there are, as the table of docs/scaling.md
+    benchmarks/scaling.py [NAME …]     compile names that contain a NAME and have no row yet
+    benchmarks/scaling.py --table      print the existing rows as the table of docs/scaling.md
 
-A row is what `cem compile --json` printed, in docs/results/scaling/. Each compilation is a process
-of its own and takes minutes.
+A row is what `cem compile --json` printed, in docs/results/scaling/. Each compilation is a separate
+process and takes minutes.
 """
 
 import json
@@ -19,7 +19,7 @@ ROWS = ROOT / "docs" / "results" / "scaling"
 
 
 class Step(NamedTuple):
-    """A configuration, the devices, and what is set for them."""
+    """A configuration, its devices, and the fields set for them."""
 
     config: str
     topology: str
@@ -47,7 +47,7 @@ def _paper(name: str, topology: str, chips: int) -> Step:
     return Step(name, topology, {"train.microbatch": None, "mesh.data": chips})
 
 
-# Sequences at a time: as many as divide over the chips and fit.
+# Sequences at a time: as many as fit and can be divided over the chips.
 STEPS = [
     *(_paper(name, "v5e:4x4", 16) for name in ("cem_86m", "cem_162m", "llama_162m")),
     *(_paper(name, "v5p:4x4x4", 64) for name in ("cem_86m", "cem_162m", "llama_162m")),
@@ -80,7 +80,7 @@ STEPS = [
 
 
 def compile_row(step: Step) -> None:
-    """Run `cem compile` and keep what it printed."""
+    """Run `cem compile` and keep its output."""
     command = [sys.executable, "-m", "cem_jax", *step.command, "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if not done.stdout:
@@ -95,7 +95,7 @@ def compile_row(step: Step) -> None:
 
 
 def table() -> str:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     head = (
         "configuration", "devices", "mesh", "tokens per step", "state", "temporaries", "total, GiB",
         "of capacity", "GB sent", "overlapped", "step, s", "MFU", "tokens/s per chip",

@@ -2,16 +2,16 @@
 
     .venv/bin/python benchmarks/soak.py --minutes 30 [--seed 0] [--keep DIR]
 
-Three seeds are trained undisturbed. Then the one with the middle final loss is trained again and
-again for so many minutes: processes get SIGKILL or SIGTERM at random moments, one of them or all,
-and the run goes on with the same or another mesh and number of processes. Promised:
+Three seeds are trained undisturbed. Then the one with the middle final loss is trained repeatedly
+for the given minutes: one or all processes get SIGKILL or SIGTERM at random moments, and the run
+resumes with the same or another mesh and number of processes. These promises are checked:
 
-windows   every step, each time it was made, consumed exactly the rows of an undisturbed run
+windows   every step, each time it ran, consumed exactly the rows of an undisturbed run
 stretch   from checkpoint to checkpoint on one mesh, parameters and optimizer state are bit for bit
-          those of an undisturbed stretch, whatever was killed between
-metrics   each step stands once in metrics.jsonl, and the last line is the final evaluation
+          those of an undisturbed stretch, whatever was killed in between
+metrics   each step is once in metrics.jsonl, and the last line is the final evaluation
 loss      the final loss lies where a fourth seed's would with 99 % (Student): on another mesh sums
-          round otherwise, and what begins as 1e-6 grows over the steps
+          round differently, and a difference of 1e-6 grows over the steps
 ends      after SIGTERM all end with 143 within the grace period; nothing fails by itself
 
 Prints a table; exit status 1 if a promise is broken.
@@ -53,7 +53,7 @@ STRETCHES_CHECKED = 4  # of each disturbed run: each is trained again
 
 @dataclass
 class Tally:
-    """What was done and what was found broken."""
+    """A count of what was done, and the broken promises."""
 
     runs: int = 0
     attempts: int = 0
@@ -69,7 +69,7 @@ class Tally:
 
 
 def soak(minutes: float, rng: random.Random, folder: Path) -> Tally:
-    """The whole of it, in `folder`."""
+    """Run the whole soak in `folder`."""
     tally = Tally()
     data = dataset(folder)
     undisturbed = {}
@@ -90,7 +90,7 @@ def soak(minutes: float, rng: random.Random, folder: Path) -> Tally:
         stretches = disturbed(workdir, data, seed, rng, end, tally)
         tally.broken += consumed_as_undisturbed(workdir, reference)
         loss = final_loss(workdir) if stretches else None
-        if loss is None:  # the time was over
+        if loss is None:  # time ran out
             break
         tally.losses.append(loss)
         tally.broken += metrics_are_whole(workdir, FIELDS["train.steps"])
@@ -102,7 +102,7 @@ def soak(minutes: float, rng: random.Random, folder: Path) -> Tally:
 
 
 def expected(losses: list[float]) -> tuple[float, float]:
-    """Between what a further loss like these lies, with 99 %."""
+    """Return the 99 % interval for a further loss like these."""
     count = len(losses)
     factor = float(scipy.stats.t.ppf(0.995, count - 1)) * math.sqrt(1 + 1 / count)
     middle, reach = statistics.mean(losses), factor * statistics.stdev(losses)
@@ -110,9 +110,9 @@ def expected(losses: list[float]) -> tuple[float, float]:
 
 
 def disturbed(workdir, data, seed, rng, end, tally) -> list[tuple[Mesh, int, int]]:
-    """Train to the end through signals, and return what was trained on one mesh each.
+    """Train to the end through signals, and return the stretches trained on one mesh.
 
-    Mesh, first and last checkpoint of each stretch. [] if the time was over, or it failed.
+    Each is a mesh with its first and last checkpoint. [] if time ran out or training failed.
     """
     stretches: list[tuple[Mesh, int, int]] = []
     mesh, begun, failures = MESHES[0], 0, 0
@@ -140,8 +140,8 @@ def disturbed(workdir, data, seed, rng, end, tally) -> list[tuple[Mesh, int, int
 
 
 def disturb(attempt: Attempt, rng: random.Random) -> int | None:
-    """Wait for a random moment, and send a random signal to one process or to all."""
-    if rng.random() < 0.2:  # while it starts, restores, compiles
+    """Send a random signal to one process or all at a random moment."""
+    if rng.random() < 0.2:  # while it starts, restores or compiles
         waited = attempt.sleep(rng.uniform(0, 15))
     else:  # the second step begins when the first one, which compiles, has been dispatched
         waited = attempt.await_steps(2 + round(rng.expovariate(1 / 40)))
@@ -153,7 +153,7 @@ def disturb(attempt: Attempt, rng: random.Random) -> int | None:
 
 
 def judge(sent: int | None, statuses: list[int | None], attempt, tally: Tally) -> str | None:
-    """What is wrong with how an attempt ended that did not come to the run's end."""
+    """Return what is wrong with the end of an attempt that did not finish the run."""
     shown = f"ended with {statuses}\n{attempt.output()[-2000:]}"
     if sent is None:
         return f"without a signal it {shown}"
@@ -164,7 +164,7 @@ def judge(sent: int | None, statuses: list[int | None], attempt, tally: Tally) -
         return None
     tally.terms += 1
     tally.term_seconds.append(attempt.seconds_to_end())
-    # Before its handlers are there a process just ends (-15), and the others fail to meet it (1).
+    # Before its handlers are set, a process just ends (-15), and the others fail to meet it (1).
     good = {128 + TERM, 0} if attempt.steps() else {128 + TERM, 0, -TERM, 1}
     if not set(statuses) <= good:
         return f"after SIGTERM it {shown}"
@@ -174,7 +174,7 @@ def judge(sent: int | None, statuses: list[int | None], attempt, tally: Tally) -
 
 
 def check_stretches(workdir, data, seed, stretches, tally: Tally) -> None:
-    """Train some of the stretches again, from the checkpoint they began at, undisturbed."""
+    """Train some of the stretches again, undisturbed, from their first checkpoint."""
     for mesh, first, last in stretches[:STRETCHES_CHECKED]:
         again = workdir.with_name(f"{workdir.name}-{first}-{last}")
         if first:

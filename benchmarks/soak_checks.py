@@ -1,4 +1,4 @@
-"""What a soak compares: consumed rows, metrics, and states bit for bit."""
+"""Checks of a soak: consumed rows, metrics, and states bit for bit."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from cem_jax.train.setup import abstract_state
 
 
 def consumed_as_undisturbed(workdir: Path, reference: Path) -> list[str]:
-    """A line for each step that consumed other rows than the undisturbed run."""
+    """Return a line per step that consumed other rows than the undisturbed run."""
     expected = {line["step"]: line["rows"] for _, line in _consumed(reference)}
     every = {str(row) for row in range(FIELDS["train.global_batch"])}
     broken, seen = [], {}
@@ -26,7 +26,7 @@ def consumed_as_undisturbed(workdir: Path, reference: Path) -> list[str]:
             broken.append(f"{workdir.name}, {name}: step {step}, rows {wrong}: other windows")
         seen.setdefault(step, set()).update(rows)
     missed = [step for step, rows in seen.items() if rows != every]
-    # Without a gap: the steps up to the last one that was made.
+    # Without a gap: the steps up to the last one that ran.
     missed += sorted(set(range(max(seen, default=-1) + 1)) - seen.keys())
     return broken + [f"{workdir.name}: step {step} was not consumed whole" for step in missed]
 
@@ -38,7 +38,7 @@ def _consumed(workdir: Path):
 
 
 def metrics_are_whole(workdir: Path, steps: int) -> list[str]:
-    """What is wrong with the record of a finished run."""
+    """Return what is wrong with the record of a finished run."""
     lines = read_metrics(workdir)
     broken = []
     for kind, expected in (
@@ -55,7 +55,7 @@ def metrics_are_whole(workdir: Path, steps: int) -> list[str]:
 
 
 def same_state(ours: Path, theirs: Path, step: int, what: str) -> list[str]:
-    """A line for the first array of checkpoint `step` that differs in a bit."""
+    """Return a line for the first array of checkpoint `step` that differs in any bit."""
     states = []
     for workdir in (ours, theirs):
         config = read_config(workdir)

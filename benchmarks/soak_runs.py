@@ -1,4 +1,4 @@
-"""The runs of a soak: what is trained, over which devices, and one attempt at it."""
+"""The runs of a soak: the model, the devices, and one attempt at training."""
 
 import json
 import os
@@ -36,7 +36,7 @@ FIELDS = {
 
 
 class Mesh(NamedTuple):
-    """Processes, devices of each, and how the devices are laid out."""
+    """Processes, devices per process, and the layout of the devices."""
 
     processes: int
     devices: int
@@ -62,7 +62,7 @@ MESHES = (
 
 
 def dataset(folder: Path) -> Path:
-    """Generated text, prepared: so little that a run passes over it several times."""
+    """Prepare generated text, so little that a run passes over it several times."""
     from cem_jax.data.corpus.prepare import prepare
     from cem_jax.data.corpus.tokenizer_training import train_tokenizer
 
@@ -80,7 +80,7 @@ def dataset(folder: Path) -> Path:
 
 
 class Attempt:
-    """The processes of one `cem train`; what each consumes goes to logs beside the run."""
+    """The processes of one `cem train`; the rows each consumes are logged beside the run."""
 
     def __init__(
         self, workdir: Path, data: Path, mesh: Mesh, *, seed: int, stop_at: int | None = None
@@ -130,14 +130,14 @@ class Attempt:
         return all(process.poll() is None for process in self.processes)
 
     def sleep(self, seconds: float) -> bool:
-        """Whether all are still there after so many seconds."""
+        """Wait for the seconds; return whether all processes are still running."""
         end = time.monotonic() + seconds
         while self.running() and time.monotonic() < end:
             time.sleep(0.05)
         return self.running()
 
     def await_steps(self, count: int) -> bool:
-        """Whether all are still there when they have made so many steps."""
+        """Wait for `count` steps; return whether all processes are still running."""
         while self.running() and self.steps() < count:
             time.sleep(0.02)
         return self.running()
@@ -150,7 +150,7 @@ class Attempt:
             time.sleep(0.1)
 
     def wait(self, seconds: float) -> list[int | None]:
-        """The exit statuses; None for what had to be killed after so many seconds."""
+        """Return the exit statuses; None for processes that had to be killed after the seconds."""
         end = time.monotonic() + seconds
         statuses: list[int | None] = []
         for process in self.processes:
@@ -165,11 +165,11 @@ class Attempt:
         return statuses
 
     def seconds_to_end(self) -> float:
-        """From the signal until all had ended."""
+        """Return the time from the signal until all had ended."""
         return self._ended - self._sent
 
     def steps(self) -> int:
-        """Steps that the first process has begun."""
+        """Return the number of steps that the first process has begun."""
         file = self._consumed[0]
         return file.read_text().count("\n") if file.exists() else 0
 
@@ -182,13 +182,13 @@ def logs_of(workdir: Path) -> Path:
 
 
 def saved_steps(workdir: Path) -> list[int]:
-    """Steps with a complete checkpoint."""
+    """Return the steps with a complete checkpoint."""
     lists = (workdir / "checkpoints").glob("*/checksums.sha256")
     return sorted(int(path.parent.name) for path in lists if path.parent.name.isdecimal())
 
 
 def final_loss(workdir: Path) -> float:
-    """Of the last validation, over the whole split."""
+    """Return the loss of the last validation, over the whole split."""
     from cem_jax.runs.metrics import read_metrics
 
     return [line for line in read_metrics(workdir) if line["kind"] == "eval"][-1]["loss"]

@@ -1,8 +1,8 @@
-"""One process of a soak: `cem train` that writes down which rows of which step it consumed.
+"""One process of a soak: `cem train` that logs the rows consumed by each step.
 
     soak_worker.py LOG FLAGS-OF-CEM-TRAIN…
 
-A line of LOG: step, and of each row that this process gave to its devices the number and a digest.
+A line of LOG has the step, and number and digest of each row this process gave to its devices.
 """
 
 import json
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _global_rows(batch, mesh) -> int:
-    """Rows of the whole batch, of which this process has those of its devices."""
+    """Return the number of rows in the whole batch; this process has those of its devices."""
     import jax
 
     from cem_jax.distributed.session import local_rows

@@ -1,4 +1,4 @@
-"""Two or more things timed in one run, interleaved: ratios of medians survive a noisy machine."""
+"""Interleaved timing of several calls in one run: ratios of medians survive a noisy machine."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ import jax
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each call, after one warm-up; the order turns every round."""
+    """Return each call's median seconds after one warm-up; the order rotates every round."""
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
@@ -34,5 +34,5 @@ class Stepper:
 
     @property
     def flops(self) -> float:
-        """XLA's count; the body of a loop is counted once."""
+        """Return XLA's count of FLOPs; the body of a loop is counted once."""
         return self.compiled.cost_analysis()["flops"]

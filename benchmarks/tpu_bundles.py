@@ -1,10 +1,10 @@
-"""What the compiler's dump says of a TPU kernel: bytes between HBM and VMEM, and bundles.
+"""A TPU kernel's bytes between HBM and VMEM, and bundles, from the compiler's dump.
 
-* bytes: of the kernel's DMAs, each as often as its block changes.
-* cycles: bundles, for each loop and branch as often as it runs. The scheduler's latencies are in
-  them, stalls of the hardware are not: they compare programs, they predict no time.
+* bytes: those of the kernel's DMAs, each counted as often as its block changes.
+* cycles: bundles, each loop and branch counted as often as it runs. They include the scheduler's
+  latencies but not hardware stalls, so they compare programs but do not predict times.
 
-Both of one batch element.
+Both are for one batch element.
 """
 
 import itertools
@@ -21,14 +21,14 @@ TARGET = re.compile(r"Start/End empty region (\d+)")
 
 
 def dumped(kernel) -> list[str]:
-    """Lines of a kernel's final bundles."""
+    """Return the lines of a kernel's final bundles."""
     files = Path(os.environ["CEM_DUMP"]).glob(f"*{kernel.name}*-final_bundles.txt")
     found = [x for x in files if "schedule-analysis" not in x.name]
     return max(found, key=lambda x: x.stat().st_size).read_text(errors="ignore").splitlines()
 
 
 def bytes_moved(text: list[str], kernel, sizes, kind: str) -> int:
-    """A block that no DMA has the size of is not in HBM: XLA keeps small arrays on the chip."""
+    """Return the bytes; blocks no DMA has the size of are not in HBM: XLA keeps them on chip."""
     from cem_jax.kernels.tpu.layout import padded_bytes
 
     granule = GRANULES.get(kind, 32)
@@ -43,13 +43,13 @@ def bytes_moved(text: list[str], kernel, sizes, kind: str) -> int:
 
 
 def tiles(sizes) -> tuple[int, int]:
-    """(whole, on the diagonal)."""
+    """Return the numbers of tiles: (whole, on the diagonal)."""
     rows = sizes.query_blocks
     return sizes.ratio * rows * (rows - 1) // 2, sizes.ratio * rows
 
 
 def cycles_of(text: list[str], sizes, together: int) -> float:
-    """`together`: heads in one pass of the loop over heads, at most."""
+    """Count cycles; `together` is the maximal number of heads per pass of the loop over heads."""
     together = max(n for n in range(1, together + 1) if sizes.heads % n == 0)
     count = _streamed_cycles if sizes.streamed else _resident_cycles
     return count(text, sizes, sizes.heads // together)
@@ -58,7 +58,7 @@ def cycles_of(text: list[str], sizes, together: int) -> float:
 def _resident_cycles(text: list[str], sizes, steps: int) -> float:
     """Depth 1 is the grid. Each sweep over the keys is a loop of depth 2 over whole tiles, with a
     loop of depth 3 over heads, then for each tile on the diagonal one of depth 2 over heads. What
-    is done once a batch element counts as if each block of queries did it.
+    is done once per batch element counts as if each block of queries did it.
     """
     programs, (whole, _) = sizes.query_blocks, tiles(sizes)
     total, on_diagonal = 0, 0
@@ -79,7 +79,7 @@ def _resident_cycles(text: list[str], sizes, steps: int) -> float:
 def _streamed_cycles(text: list[str], sizes, steps: int) -> float:
     """Depth 1 is the grid. A branch with a loop over heads, of depth 2, is a tile: in each sweep
     the whole one, then those on the diagonal. Other branches of more than a handful are taken once
-    a block of queries, and what is left by every program, those beyond the diagonal too.
+    per block of queries, and the rest by every program, including those beyond the diagonal.
     """
     depths = _depths(text)
     bodies = [span for span in _branches(text) if span[1] - span[0] > HANDFUL]
@@ -101,12 +101,12 @@ def _streamed_cycles(text: list[str], sizes, steps: int) -> float:
 
 
 def _depths(text: list[str]) -> list[int]:
-    """Of every bundle: how many loops it is in."""
+    """Return, for every bundle, the number of loops around it."""
     return [m.group(1).count(">") for m in map(BUNDLE.match, text) if m]
 
 
 def _branches(text: list[str]) -> list[tuple[int, int]]:
-    """Bundles that a forward branch may leave out: from the branch to its target."""
+    """Return the bundles that a forward branch may skip: from the branch to its target."""
     count, branches, targets = 0, [], {}
     for line in text:
         if BUNDLE.match(line):
@@ -117,9 +117,9 @@ def _branches(text: list[str]) -> list[tuple[int, int]]:
 
 
 def _loops(depths: list[int]) -> list:
-    """Runs of bundles (1 or 2, their depths): of depth 1, and of deeper ones.
+    """Return runs of bundles (1 or 2, their depths): at depth 1, and deeper.
 
-    A handful of either is the turning of a loop or a branch inside it, and joins its neighbour.
+    A handful of either is a loop's back edge or a branch inside it, and joins its neighbour.
     """
     found: list = []
     for kind, run in itertools.groupby((d for d in depths if d), key=lambda d: min(d, 2)):

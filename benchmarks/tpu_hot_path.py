@@ -1,8 +1,8 @@
-"""What XLA makes of the rest of a layer on a TPU: bytes and FLOPs of the compiled program.
+"""The rest of a layer as XLA compiles it for a TPU: bytes and FLOPs of the program.
 
     benchmarks/tpu_hot_path.py
 
-At cem_162m, 8 sequences of 2048, bfloat16, on one v5e chip that is not here. `least`: every array
+At cem_162m, 8 sequences of 2048, bfloat16, on one absent v5e chip. `least`: every array
 that must outlive the pass, once. Times are rooflines of a v5e (197 TFLOP/s, 819 GB/s). XLA counts a
 loop's body once: that of the cross-entropy is multiplied by its chunks here.
 """
@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 def mlp(steps: int) -> Part:
-    """T steps on ξ from x, and the gradient of x and all weights."""
+    """Return T steps on ξ from x, and the gradients of x and all weights."""
 
     def forward(x, norm, multiplier, tied):
         h = rms_norm(x, norm, 1e-6)
@@ -54,7 +54,7 @@ def mlp(steps: int) -> Part:
         return descend(force, x, StepRule(1.0), steps=steps).astype(jnp.float32).sum()
 
     shapes = ((BATCH, POSITIONS, DIM), (DIM,), (WIDTH, DIM), (WIDTH, DIM))
-    # a state, z and γσ(z) written and read a step, and back; γ and its gradient
+    # state, z and γσ(z) written and read per step, and back; γ and its gradient
     least = 2 * TOKENS * (steps * (4 * DIM + 4 * WIDTH) + 4 * WIDTH)
     matmuls = 6 * TOKENS * DIM * WIDTH * (1 + 2 * steps)
     return Part(jax.grad(forward, argnums=(0, 1, 2, 3)), shapes, matmuls, least)

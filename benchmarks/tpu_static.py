@@ -5,12 +5,13 @@
                              [--passes forward,backward,both,blockwise,unfused]
 
 At the sizes of the paper's Table 1 and two larger ones: bfloat16, a shared diagonal, slopes and
-self biases, 16,384 positions in all. libtpu is an installed package, or where TPU_LIBRARY_PATH
-says. Each compilation is a process of its own: the compiler's dump cannot be turned on later.
+self biases, 16,384 positions in all. libtpu is an installed package or the file at
+TPU_LIBRARY_PATH. Each compilation is a separate process: the compiler's dump cannot be turned on
+later.
 
 Columns: the kernel of each pass, r(esident) or s(treamed), and its blocks of query and key
 positions; what the kernels move between HBM and VMEM, and what XLA does around them or in their
-place, lays arrays out above all; cycles of the kernels for one batch element. `tpu_bundles` says
+place, mostly layout changes; cycles of the kernels for one batch element. `tpu_bundles` says
 how both are counted.
 """
 
@@ -88,7 +89,7 @@ def row(topology: str, size: str, what: str) -> str:
 
 
 def measure(topology: str, size: str, what: str, options) -> dict:
-    """One compilation, in a process whose environment asks for the dump."""
+    """Compile once, in a process whose environment requests the dump."""
     import jax
     from tpu_bundles import bytes_moved, cycles_of, dumped
 
@@ -133,7 +134,7 @@ def measure(topology: str, size: str, what: str, options) -> dict:
 
 
 def around_kernels(text: str) -> int:
-    """Bytes that XLA's own instructions move: a kernel's operands are not among them."""
+    """Return the bytes that XLA's own instructions move, without kernels' operands."""
     from cem_jax.aot import hlo, traffic
 
     kernel = 'custom_call_target="tpu_custom_call"'
@@ -142,9 +143,9 @@ def around_kernels(text: str) -> int:
 
 
 def shapes(dim: int, heads: int, options, sharding):
-    """Of the inputs, the cotangents and lse, positions last.
+    """Return the shapes of the inputs, the cotangents and lse, positions last.
 
-    So XLA lays out what lies between a layer's products, whichever way its arguments come.
+    XLA lays out arrays between a layer's products like this, whatever the arguments' layout.
     """
     import jax
 
@@ -161,7 +162,7 @@ def shapes(dim: int, heads: int, options, sharding):
 
 
 class Program:
-    """The programs that are compiled, of arrays with positions last."""
+    """The programs to compile, on arrays with positions last."""
 
     def __init__(self, heads: int, options):
         self.heads, self.options = heads, options
@@ -190,7 +191,7 @@ class Program:
         return self._flattened(pull_back(self._by_heads(bar))[0])
 
     def kernels(self, what: str, flat):
-        """(kernel, sizes) of each kernel in the program."""
+        """Return (kernel, sizes) of each kernel in the program."""
         import jax
 
         from cem_jax.kernels.tpu import attention as tpu

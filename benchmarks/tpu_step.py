@@ -1,12 +1,12 @@
-"""The whole training step compiled for a TPU that is not here: memory, never times.
+"""The whole training step compiled for an absent TPU: memory, never times.
 
     benchmarks/tpu_step.py sizes       four sizes × {Llama, CEM T=1, T=2} × {fused, blockwise}
     benchmarks/tpu_step.py recursion   CEM 162m at T = 1, 2, 4, 8
     benchmarks/tpu_step.py remat       CEM 162m, T=2: what to recompute
     benchmarks/tpu_step.py mesh        CEM 162m over four chips, data × tensor
 
-One chip has 8 sequences of 2048 in one microbatch. libtpu is found as an installed package, or
-where TPU_LIBRARY_PATH says.
+One chip has 8 sequences of 2048 in one microbatch. libtpu is an installed package or
+the file at TPU_LIBRARY_PATH.
 """
 
 import os
@@ -35,7 +35,7 @@ SEQUENCES = 8
 
 
 def compiled(name: str, changes: dict, *, chips: int = 1, mesh: dict | None = None):
-    """The step of a shipped configuration, compiled; and the seconds that took."""
+    """Return a shipped configuration's compiled step and the seconds it took to compile."""
     fields = {"train.global_batch": SEQUENCES * chips, "train.microbatch": None}
     config = load_config(str(CONFIGS / f"{name}.py"), fields | changes)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
