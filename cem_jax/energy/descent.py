@@ -41,7 +41,7 @@ class StepRule(NamedTuple):
         return State(state.x + self.update(state, force))
 
     def result(self, state: State) -> Float[Array, "*B D"]:
-        """Return the x that a state stands for."""
+        """Return the x that a state represents."""
         return state.x
 
 
