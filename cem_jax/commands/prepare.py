@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Return the number of CPUs this process may use by its affinity and its control groups' quotas.
+    """Return the number of CPUs this process may use by affinity and its control groups' quotas.
 
     `root` holds proc and sys. A group's quota also bounds the groups below it.
     """
