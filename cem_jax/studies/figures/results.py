@@ -214,7 +214,7 @@ def _with_shared_seeds(curve: Sequence[Point]) -> Sequence[Point]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How much one arm's loss differs from another's, paired by seed.
+    """The difference between two arms' losses, paired by seed.
 
     Attributes:
       seeds: the number that both have.
