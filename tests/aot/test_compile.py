@@ -103,7 +103,7 @@ STEPS = {"model__attention__steps": 1, "model__mlp__steps": 1}
             ("--topology", "v5e:four"),
             ["--topology v5e:four", "expected v5e:AxB", "such as v5e:4x4"],
         ),
-        (("--topology", "v9:4x4"), ["--topology v9:4x4", "known are", "v5p:AxBxC", "cpu:N"]),
+        (("--topology", "v9:4x4"), ["--topology v9:4x4", "known: ", "v5p:AxBxC", "cpu:N"]),
         (("--topology", "cpu:8", "--config.model.dim=33"), ["model.attention.heads"]),
         (("--suggest",), ["required: --topology"]),
     ],

@@ -72,7 +72,7 @@ def test_without_a_field_the_layout_is_one_stream(tmp_path, rows, model_file):
     assert [p.name for p in (tmp_path / "out" / "train").iterdir()] == ["tokens-00000.npy"]
     description = json.loads((tmp_path / "out" / "dataset.json").read_text())["splits"]["train"]
     assert description["sources"] == {
-        "all": {key: description[key] for key in ("tokens", "documents", "bytes")}
+        "all": {key: description[key] for key in ("tokens", "documents", "bytes", "unknown")}
     }
     assert open_dataset(tmp_path / "out").source_names == ()
 
