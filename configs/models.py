@@ -29,6 +29,22 @@ def llama(
     return c
 
 
+def small_llama(*, dim: int, layers: int, heads: int, hidden: int, vocab_size: int) -> ConfigDict:
+    """A Llama for a study on one CPU: windows of 128 tokens, float32, evaluated once at the end."""
+    c = llama(dim=dim, layers=layers, heads=heads, hidden=hidden, vocab_size=vocab_size)
+    c.model.scan_layers = False
+    c.data.context = 128
+    c.train.compute_dtype = "float32"
+
+    c.checkpoint.every = 1000
+    c.checkpoint.keep = 1
+    c.checkpoint.keep_best = False
+    c.eval.every = 1_000_000
+    c.eval.split = "test"  # once, after the last step: no choice depends on it
+    c.log.tensorboard = False
+    return c
+
+
 def paper_llama(*, dim: int, layers: int, heads: int, hidden: int) -> ConfigDict:
     """Return a Llama trained as in Table 2, which is base.py, on chips of 16 GiB or more."""
     c = llama(dim=dim, layers=layers, heads=heads, hidden=hidden)

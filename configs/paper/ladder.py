@@ -42,21 +42,9 @@ SIZES = {
 
 def get_config(size: str = "0.3m") -> ConfigDict:
     shape = SIZES[size]
-    c = models.llama(**shape._asdict(), vocab_size=1024)
+    c = models.small_llama(**shape._asdict(), vocab_size=1024)
     # A sublayer's initial output grows with init_std² D; keep it as at D = 672, the paper's.
     c.model.init_std = round(0.02 * (672 / shape.dim) ** 0.5, 3)
-    c.model.scan_layers = False
-
-    c.data.context = 128
-
     c.optimizer.learning_rate = 0.004
     c.train.global_batch = 16
-    c.train.compute_dtype = "float32"
-
-    c.checkpoint.every = 1000
-    c.checkpoint.keep = 1
-    c.checkpoint.keep_best = False
-    c.eval.every = 1_000_000
-    c.eval.split = "test"  # once, after the last step: no choice depends on it
-    c.log.tensorboard = False
     return c

@@ -16,20 +16,8 @@ from configs import models
 
 
 def get_config() -> ConfigDict:
-    c = models.llama(dim=96, layers=4, heads=4, hidden=256, vocab_size=2048)
+    c = models.small_llama(dim=96, layers=4, heads=4, hidden=256, vocab_size=2048)
     c.model.init_std = 0.053  # 0.02 √(672/96)
-    c.model.scan_layers = False
-
-    c.data.context = 128
-
     c.train.tokens = 2_000_000
     c.train.global_batch = 8
-    c.train.compute_dtype = "float32"
-
-    c.checkpoint.every = 1000
-    c.checkpoint.keep = 1
-    c.checkpoint.keep_best = False
-    c.eval.every = 1_000_000
-    c.eval.split = "test"  # once, after the last step: no choice depends on it
-    c.log.tensorboard = False
     return c
